@@ -1,0 +1,1 @@
+"""Sketched multi-head attention."""

@@ -1,0 +1,24 @@
+"""Sketched fully connected layers."""
+
+from torch import Tensor, nn
+
+from comfetch.layers.base import Recipe, SketchedLayer, register_layer, with_bias
+from comfetch.plan import Geometry
+
+
+class SketchedLinear(SketchedLayer):
+    """y = Ŵ x + b, computed as the small product and its expansion."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (…, inputs) to (…, outputs)."""
+        rows = self.products["weight"].linear(self.weight, x.reshape(-1, x.shape[-1]))
+        return with_bias(rows, self.bias).view(*x.shape[:-1], -1)
+
+
+@register_layer(nn.Linear)
+def linear(layer: nn.Linear) -> Recipe | str:
+    """Describe nn.Linear: the weight is (outputs, inputs)."""
+    return Recipe({"weight": Geometry(tuple(layer.weight.shape))}, SketchedLinear)

@@ -1,0 +1,178 @@
+"""The protocol of federated methods, and what all of them share.
+
+A driver (the local simulation, Flower) calls a method at the same few seams, and counts bytes and memory there, the same way
+for all. Everything that crosses a seam or outlives a round is a dictionary of tensors with a little text, so it can be
+sent and saved as it is.
+"""
+
+import json
+import math
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from comfetch.errors import OptionError, UploadError
+
+State = dict[str, Tensor]
+Build = Callable[[], nn.Module]
+
+WEIGHTINGS = ("examples", "uniform")
+ABSURD = 1e4
+"""An upload whose norm is so many times that of the download is no result of training."""
+
+
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who takes part: a number and how many examples it has."""
+
+    id: int
+    examples: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """What travels: tensors by name, and text such as the round and the key."""
+
+    state: State
+    text: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the message as a safetensors file, computed without writing it."""
+        header: dict[str, object] = {"__metadata__": self.text} if self.text else {}
+        offset = 0
+        for name, tensor in sorted(self.state.items(), key=lambda item: (-item[1].element_size(), item[0])):
+            end = offset + tensor.numel() * tensor.element_size()
+            header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+            offset = end
+        length = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
+        return 8 + (length + 7) // 8 * 8 + offset
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What arrived from a client."""
+
+    client: Client
+    message: Message
+
+
+@dataclass
+class Server:
+    """The server's state: the full weights, the state of its transforms, and what a method keeps besides."""
+
+    weights: State
+    trained: list[str]
+    round: int = 0
+    transforms: State = field(default_factory=dict)
+    extra: State = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What local training gave: the model's new state, or gradients, and how it went."""
+
+    state: State
+    loss: float
+    steps: int
+
+
+class LocalData(Protocol):
+    """A client's own examples."""
+
+    def __len__(self) -> int:
+        """Count the examples."""
+
+    def batches(self, size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        """Go once over the examples, shuffled and augmented."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Average the loss over a batch."""
+
+
+class Method(Protocol):
+    """A federated algorithm. Clients of one `audience` receive the same download and hold models of one structure."""
+
+    name: str
+    key: int
+
+    def start(self, build: Build) -> Server:
+        """Make the server's first state."""
+
+    def audience(self, server: Server, client: Client) -> Hashable:
+        """Say which clients get the same download."""
+
+    def download(self, server: Server, client: Client) -> Message:
+        """Make what goes to a client."""
+
+    def client_model(self, build: Build, client: Client, message: Message) -> nn.Module:
+        """Build what the client holds, ready to load the message's state."""
+
+    def train(self, model: nn.Module, data: LocalData, memory: State, seed: int) -> Trained:
+        """Train on a client; `memory` is what this client keeps from round to round."""
+
+    def upload(self, received: Message, trained: Trained, memory: State) -> Message:
+        """Make what goes back to the server."""
+
+    def step(self, server: Server, uploads: list[Upload]) -> Server:
+        """Make the server's next state of uploads that were checked."""
+
+
+def start_server(build: Build) -> Server:
+    """Build the full model and take its weights."""
+    model = build()
+    trained = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
+    return Server({name: tensor.detach().clone() for name, tensor in model.state_dict().items()}, trained)
+
+
+def check_upload(upload: Upload, sent: Message, trained: list[str]) -> None:
+    """Refuse an upload that cannot be an answer to what was sent: names, shapes, dtypes, key, round, values, norm."""
+    where = f"client {upload.client.id}"
+    for word, value in sent.text.items():
+        if upload.message.text.get(word) != value:
+            raise UploadError(f"{where}: {word} is {upload.message.text.get(word)!r}, expected {value!r}.")
+    state = upload.message.state
+    odd = sorted(state.keys() - sent.state.keys()) + sorted(set(trained) - state.keys())
+    if odd:
+        raise UploadError(f"{where}: unknown or missing tensors: {', '.join(odd)}.")
+    for name, tensor in state.items():
+        wanted = sent.state[name]
+        if tensor.shape != wanted.shape or tensor.dtype != wanted.dtype:
+            found = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            raise UploadError(f"{where}: {name} is {found}, expected {wanted.dtype} of shape {tuple(wanted.shape)}.")
+    sizes = {name: float(t.float().norm()) for name, t in state.items() if t.is_floating_point() and t.numel()}
+    for name, size in sizes.items():
+        if not math.isfinite(size):
+            raise UploadError(f"{where}: {name} has NaN or infinite values.")
+    total = math.hypot(*[size for name, size in sizes.items() if name in trained])
+    limit = ABSURD * (1 + math.hypot(*[float(sent.state[n].float().norm()) for n in trained if n in sent.state]))
+    if total > limit:
+        raise UploadError(f"{where}: the norm of its weights is {total:.3g}, above {limit:.3g}.")
+
+
+def average(uploads: list[Upload], weighting: str) -> State:
+    """Average the floating point tensors of uploads by number of examples or uniformly, in the order of the clients.
+
+    Integer tensors, such as the counters of batch norm, are never averaged: they are left out.
+    """
+    if weighting not in WEIGHTINGS:
+        raise OptionError(f"weighting={weighting!r} is not known. Choose one of: {', '.join(WEIGHTINGS)}.")
+    ordered = sorted(uploads, key=lambda u: u.client.id)
+    counts = [u.client.examples if weighting == "examples" else 1 for u in ordered]
+    total = sum(counts)
+    mean: State = {}
+    for name, tensor in ordered[0].message.state.items():
+        if tensor.is_floating_point():
+            mean[name] = tensor * (counts[0] / total)
+            for upload, count in zip(ordered[1:], counts[1:], strict=True):
+                mean[name].add_(upload.message.state[name], alpha=count / total)
+    return mean

@@ -1,0 +1,55 @@
+"""Federated averaging (McMahan et al. 2017): the reference."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from comfetch.methods.base import Build, Client, LocalData, Message, Server, State, Trained, Upload, average, start_server
+from comfetch.methods.local import Local, train_locally
+from comfetch.transforms import Transform, chain
+
+
+@dataclass
+class FedAvg:
+    """Average models that clients have trained. Nothing is compressed: the client holds, gets and sends the full model."""
+
+    local: Local = field(default_factory=Local)
+    server: Transform = field(default_factory=chain)
+    weighting: str = "examples"
+    key: int = 0
+    name: str = "fedavg"
+
+    def start(self, build: Build) -> Server:
+        """Start with the model as it is built."""
+        return start_server(build)
+
+    def audience(self, server: Server, client: Client) -> Hashable:
+        """Send everybody the same."""
+        return 0
+
+    def download(self, server: Server, client: Client) -> Message:
+        """Send the full weights."""
+        return Message(server.weights, {"round": str(server.round)})
+
+    def client_model(self, build: Build, client: Client, message: Message) -> nn.Module:
+        """Build the full model."""
+        return build()
+
+    def train(self, model: nn.Module, data: LocalData, memory: State, seed: int) -> Trained:
+        """Train as `local` says."""
+        return train_locally(model, data, self.local, memory, seed)
+
+    def upload(self, received: Message, trained: Trained, memory: State) -> Message:
+        """Send the new weights."""
+        return Message({name: tensor.clone() for name, tensor in trained.state.items()}, received.text)
+
+    def step(self, server: Server, uploads: list[Upload]) -> Server:
+        """W ← W − transforms(W − mean of the uploads); statistics of normalisation are averaged."""
+        mean = average(uploads, self.weighting)
+        self.server.load_state_dict(server.transforms)
+        delta = self.server({name: server.weights[name] - mean[name] for name in server.trained})
+        self.server.applied(delta)
+        weights = {**server.weights, **mean}
+        weights.update({name: server.weights[name] - delta[name] for name in server.trained})
+        return Server(weights, server.trained, server.round + 1, self.server.state_dict())

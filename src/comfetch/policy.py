@@ -1,0 +1,344 @@
+"""Decide which layers of a model are sketched, and how: settings -> Plan."""
+
+import fnmatch
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from comfetch import hashing, sketching
+from comfetch.errors import ModelError, OptionError
+from comfetch.layers import REGISTRY, Recipe
+from comfetch.plan import MODES, Geometry, Plan, WeightPlan
+
+POLICIES = ("default", "all", "paper")
+SMALLEST = 8192
+"""Weights below which the default policy leaves a layer full: sketching it would save next to nothing."""
+
+Length = int | Mapping[str, int | tuple[int, int]]
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asks of a sketch. Exactly one of compression and length is given."""
+
+    compression: float | None = None
+    length: Length | None = None
+    key: int = 0
+    mode: str = "output"
+    rows: int = 1
+    blocks: int | str = "auto"
+    hash: str = "balanced"
+    scale: str = "mean"
+    policy: str = "default"
+    only: str | Iterable[str] | None = None
+    skip: str | Iterable[str] | None = None
+
+    def check(self) -> None:
+        """Raise if a setting cannot be meant."""
+        hashing.check_key(self.key)
+        sketching.check_scale(self.scale)
+        for name, value, known in (
+            ("mode", self.mode, MODES), ("hash", self.hash, hashing.KINDS), ("policy", self.policy, POLICIES),
+        ):  # fmt: skip
+            if value not in known:
+                raise OptionError(f"{name}={value!r} is not known. Choose one of: {', '.join(known)}.")
+        if not _is_count(self.rows):
+            raise OptionError(f"rows={self.rows!r} is not a whole number of at least 1.")
+        if self.blocks != "auto" and not _is_count(self.blocks):
+            raise OptionError(f"blocks={self.blocks!r} is neither 'auto' nor a whole number of at least 1.")
+        if self.compression is not None:
+            check_compression(self.compression)
+        if isinstance(self.length, int) and not _is_count(self.length):
+            raise OptionError(f"length={self.length!r} is below 1. It is the number of rows of each small weight.")
+
+
+def check_compression(compression: float) -> None:
+    """Raise if a compression is not a factor of at least 1."""
+    if isinstance(compression, bool) or not isinstance(compression, int | float) or not math.isfinite(compression):
+        raise OptionError(f"compression={compression!r} is not a number.")
+    if compression < 1:
+        raise OptionError(
+            f"compression={compression:g} is below 1. It is a factor: 4 means four times smaller."
+        )
+
+
+@dataclass
+class Candidate:
+    """A layer of a registered type: all its names, the layer, and its recipe or why it has none."""
+
+    names: list[str]
+    layer: nn.Module
+    recipe: Recipe | str
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+    def weights(self) -> int:
+        """Count the weights that would be sketched."""
+        if isinstance(self.recipe, str):
+            return 0
+        return sum(math.prod(geo.shape) for geo in self.recipe.weights.values())
+
+
+def make_plan(model: nn.Module, settings: Settings) -> Plan:
+    """Plan how a model is sketched. Raise ModelError with every problem found; change nothing."""
+    settings.check()
+    problems = [
+        f"{name}: a lazy parameter has no shape yet. Run one batch through the model first."
+        for name, p in model.named_parameters()
+        if isinstance(p, nn.parameter.UninitializedParameter)
+    ]
+    if problems:
+        raise ModelError.of(problems)
+    candidates, kept = find_candidates(model, settings, problems)
+    chosen = _choose(model, candidates, settings, kept, problems)
+    weights: dict[str, WeightPlan] = {}
+    for candidate in chosen:
+        problems += [f"{candidate.name}: {problem}" for problem in _obstacles(candidate)]
+        _plan_layer(candidate, settings, weights, kept, problems)
+    if problems:
+        raise ModelError.of(problems)
+    if not weights:
+        reasons = "".join(f"\n  {name or 'the model'}: {why}" for name, why in kept.items())
+        raise ModelError(
+            f"Nothing to sketch in this {type(model).__name__}.{reasons}\n"
+            "Use policy='all' to sketch every supported layer, or name layers with only=[...]. "
+            f"Supported types: {', '.join(sorted(t.__name__ for t in REGISTRY))}."
+        )
+    return Plan(weights, kept)
+
+
+def find_candidates(
+    model: nn.Module, settings: Settings, problems: list[str]
+) -> tuple[list[Candidate], dict[str, str]]:
+    """Find the layers of registered types, in the order of their registration, and those that look alike."""
+    by_id: dict[int, Candidate] = {}
+    inside: list[str] = []  # names below a registered layer belong to it
+    kept: dict[str, str] = {}
+    skipped = _patterns(settings.skip)
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if any(name.startswith(prefix) for prefix in inside):
+            continue
+        if id(layer) in by_id:
+            by_id[id(layer)].names.append(name)
+        elif type(layer) in REGISTRY:
+            try:
+                recipe = REGISTRY[type(layer)](layer)
+            except ModelError as error:
+                recipe = f"cannot be sketched: {error}"
+                if not _matches(name, skipped):
+                    problems.append(f"{name}: {error}, e.g. skip=[{name!r}].")
+            by_id[id(layer)] = Candidate([name], layer, recipe)
+            inside.append(f"{name}." if name else "")
+        elif isinstance(layer, tuple(REGISTRY)):
+            parent = next(t.__name__ for t in REGISTRY if isinstance(layer, t))
+            kept[name] = f"{type(layer).__name__} is a subclass of {parent}; sketch it by register_layer"
+            size = sum(p.numel() for p in layer.parameters(recurse=False))
+            if size >= SMALLEST and not _matches(name, skipped):
+                warnings.warn(f"{name} stays full: {kept[name]}, or name it in skip.", stacklevel=4)
+        if inside and inside[-1] == "":
+            break
+    return list(by_id.values()), kept
+
+
+def _choose(
+    model: nn.Module, candidates: list[Candidate], settings: Settings, kept: dict[str, str], problems: list[str]
+) -> list[Candidate]:
+    """Choose the layers to sketch by only, skip and policy, and note why each other one stays full."""
+    names = [name for candidate in candidates for name in candidate.names] + list(kept)
+    only = list(settings.length) if isinstance(settings.length, Mapping) else None
+    if settings.only is not None:
+        only = _patterns(settings.only)
+    skip = _patterns(settings.skip)
+    for option, patterns in (("only", only or []), ("skip", skip)):
+        for pattern in patterns:
+            if not fnmatch.filter(names, pattern):
+                known = ", ".join(names)
+                problems.append(f"{option}: no layer is called {pattern!r}. Layers: {known}.")
+    reasons: dict[str, str] = {}
+    policy = _policy_reasons(model, candidates, settings) if only is None else {}
+    for candidate in candidates:
+        if isinstance(candidate.recipe, str):
+            reasons[candidate.name] = candidate.recipe
+        elif any(_matches(name, skip) for name in candidate.names):
+            reasons[candidate.name] = "in skip"
+        elif only is not None and not any(_matches(name, only) for name in candidate.names):
+            reasons[candidate.name] = "not in only"
+        elif candidate.name in policy:
+            reasons[candidate.name] = policy[candidate.name]
+    _keep_ties_together(model, candidates, reasons, only, problems)
+    kept.update(reasons)
+    return [c for c in candidates if c.name not in reasons]
+
+
+def _policy_reasons(model: nn.Module, candidates: list[Candidate], settings: Settings) -> dict[str, str]:
+    """Say which layers the policy leaves full, and why."""
+    real = [c for c in candidates if isinstance(c.recipe, Recipe)]
+    if not real or candidates[0].layer is model:
+        return {}
+    classifier = {c.name: "final classifier" for c in real[-1:] if isinstance(c.layer, nn.Linear)}
+    if settings.policy != "default":
+        return classifier if settings.policy == "paper" else {}
+    reasons = {c.name: f"below {SMALLEST} weights" for c in real if c.weights() < SMALLEST}
+    reasons.update({c.name: "1x1 shortcut" for c in real if _is_shortcut(c, real)})
+    reasons.update(classifier)
+    reasons[real[0].name] = "first layer"
+    return reasons
+
+
+def _is_shortcut(candidate: Candidate, candidates: list[Candidate]) -> bool:
+    """Tell a 1×1 convolution that leads around its block: from the block's inputs to its outputs, past two or more others."""
+
+    def is_conv(c: Candidate) -> bool:
+        return isinstance(c.layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+
+    layer: Any = candidate.layer
+    if not is_conv(candidate) or set(layer.kernel_size) != {1}:
+        return False
+    scope = candidate.name
+    while scope:
+        scope = scope.rpartition(".")[0]
+        block = [c for c in candidates if is_conv(c) and c is not candidate and c.name.startswith(scope and scope + ".")]
+        if block:
+            first, last = block[0].layer, block[-1].layer
+            ends = (first.in_channels, last.out_channels)
+            return len(block) >= 2 and ends == (layer.in_channels, layer.out_channels)
+    return False
+
+
+def _keep_ties_together(
+    model: nn.Module, candidates: list[Candidate], reasons: dict[str, str], only: list[str] | None, problems: list[str]
+) -> None:
+    """Leave full whatever shares a weight with something that stays full; refuse ties that cannot be kept."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for local, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(f"{name}.{local}" if name else local)
+    by_weight = {
+        f"{c.name}.{weight}" if c.name else weight: c
+        for c in candidates if isinstance(c.recipe, Recipe) for weight in c.recipe.weights
+    }  # fmt: skip
+    for names in owners.values():
+        tied = [by_weight[n] for n in names if n in by_weight]
+        if len(names) < 2 or not tied or all(c.name in reasons for c in tied):
+            continue
+        sketched = [c for c in tied if c.name not in reasons]
+        if len(tied) < len(names) or len(sketched) < len(tied):
+            rest = [n for n in names if n not in by_weight or by_weight[n].name in reasons]
+            if only is not None:
+                problems.append(f"{sketched[0].name} shares its weight with {', '.join(rest)}, which stays full.")
+            for candidate in sketched:
+                reasons[candidate.name] = f"tied to {', '.join(rest)}, which stays full"
+        else:
+            problems.append(
+                f"{' and '.join(names)} are one weight, which two layers would sketch differently. "
+                f"Leave it full: skip={[c.name for c in tied]}."
+            )
+
+
+def _obstacles(candidate: Candidate) -> list[str]:
+    """Say what keeps a layer from being replaced."""
+    problems = []
+    if any(getattr(candidate.layer, hooks, None) for hooks in _HOOKS):
+        problems.append("it has hooks, which its sketched twin would not run. Remove them, or skip it.")
+    assert isinstance(candidate.recipe, Recipe)
+    parameters = dict(candidate.layer.named_parameters())
+    for weight in candidate.recipe.weights:
+        if weight not in parameters:
+            problems.append(f"its {weight} is not a parameter (weight_norm, pruning?). Remove that, or skip it.")
+    return problems
+
+
+def _plan_layer(
+    candidate: Candidate, settings: Settings, weights: dict[str, WeightPlan], kept: dict[str, str], problems: list[str]
+) -> None:
+    """Plan every weight of one layer, under all of its names."""
+    assert isinstance(candidate.recipe, Recipe)
+    for weight, geometry in candidate.recipe.weights.items():
+        names = [f"{name}.{weight}" if name else weight for name in candidate.names]
+        try:
+            lengths = _lengths(candidate.name, geometry, settings)
+        except OptionError as error:
+            problems.append(f"{names[0]}: {error}")
+            continue
+        if lengths is None:
+            kept[candidate.name] = f"length {settings.length} is not below its size"
+            continue
+        plan = WeightPlan(
+            geometry=geometry, mode=settings.mode, length=lengths, rows=settings.rows,
+            blocks=_blocks(geometry, lengths, settings), hash=settings.hash, scale=settings.scale,
+            key=hashing.fold(settings.key, names[0]),
+        )  # fmt: skip
+        weights.update(dict.fromkeys(names, plan))
+
+
+def _lengths(name: str, geometry: Geometry, settings: Settings) -> tuple[int, int] | None:
+    """Return the lengths of the output and input mode, or None if a general length does not shorten this weight."""
+    sizes = (geometry.outputs, geometry.inputs)
+    sketched = (settings.mode != "input", settings.mode != "output")
+    if settings.length is None:
+        factor = settings.compression or 1.0
+        if settings.mode == "both":
+            factor = math.sqrt(factor)
+        exact = settings.policy == "paper"
+        wanted = tuple(shorten(size, factor, exact) for size in sizes)
+    else:
+        given: Any = settings.length
+        if isinstance(given, Mapping):
+            given = next(v for pattern, v in given.items() if fnmatch.fnmatch(name, pattern))
+        elif all(size < given for size, yes in zip(sizes, sketched, strict=True) if yes):
+            return None
+        wanted = given if isinstance(given, tuple) else (given, given)
+        for size, length, side, yes in zip(sizes, wanted, ("outputs", "inputs"), sketched, strict=True):
+            if yes and not (_is_count(length) and length <= size):
+                raise OptionError(f"length {length!r} is not between 1 and {size}, the number of its {side}.")
+    return (wanted[0] if sketched[0] else sizes[0], wanted[1] if sketched[1] else sizes[1])
+
+
+def shorten(size: int, compression: float, exact: bool = False) -> int:
+    """Return the length for a compression: size/compression, at least 1.
+
+    Lengths of 8 and more become multiples of 8, where kernels are fast, unless `exact` (the paper's ⌊size/compression⌋).
+
+    >>> shorten(512, 10), shorten(512, 10, exact=True), shorten(64, 10)
+    (48, 51, 6)
+    """
+    length = size / compression
+    if compression == 1 or exact or length < 8:
+        return max(1, math.floor(length + 1e-9))
+    return min(size, 8 * max(1, math.floor(length / 8 + 0.5)))
+
+
+def _blocks(geometry: Geometry, lengths: tuple[int, int], settings: Settings) -> int:
+    """Return the divisor of the other side that is nearest to the blocks asked for, the smaller at a tie."""
+    if settings.mode == "both":
+        return 1
+    if settings.mode == "output":
+        other, factor = geometry.inputs, geometry.outputs / lengths[0]
+    else:
+        other, factor = geometry.outputs, geometry.inputs / lengths[1]
+    if settings.blocks != "auto":
+        wanted = float(settings.blocks)
+    else:
+        wanted = factor if settings.compression is None else settings.compression
+    return min((n for n in range(1, other + 1) if other % n == 0), key=lambda n: (abs(n - wanted), n))
+
+
+def _patterns(names: str | Iterable[str] | None) -> list[str]:
+    return [] if names is None else [names] if isinstance(names, str) else list(names)
+
+
+def _matches(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
