@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from comfetch.layers import REGISTRY
 
@@ -15,6 +15,7 @@ settings.register_profile(
     database=None,
     max_examples=40,
     print_blob=False,
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 settings.load_profile("comfetch")

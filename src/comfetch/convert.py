@@ -75,7 +75,7 @@ def swap_given(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def swap_fresh(built: Blueprint, plan: Plan) -> nn.Module:
-    """Swap layers whose weights do not exist, and initialise the small ones so that variances are kept (ruling 8)."""
+    """Swap layers whose weights do not exist, and initialise the small ones so that variances are kept (docs/mathematics.md, 8)."""
     problems: list[str] = []
     unlike: list[str] = []
 

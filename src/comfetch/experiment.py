@@ -2,18 +2,31 @@
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping
+import hashlib
+import json
+import re
+import typing
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from comfetch import records
-from comfetch.data import Task, load_task
+import torch
+
+from comfetch import hashing, records
+from comfetch.data import KINDS, Task, load_task
 from comfetch.errors import OptionError
-from comfetch.methods import Comfetch, FedAvg, Local, Method
-from comfetch.models import constructor
-from comfetch.simulation import History, simulate
-from comfetch.transforms import Transform, adaptive, chain, error_feedback, momentum, scale, top_k
+from comfetch.footprint import Bytes, count, meta_model
+from comfetch.methods import Comfetch, FedAvg, Local, Method, Server
+from comfetch.methods.base import WEIGHTINGS
+from comfetch.methods.comfetch import SPACES, UPLOADS
+from comfetch.methods.local import OPTIMISERS
+from comfetch.models import MODELS, NORMS, STEMS, constructor
+from comfetch.plan import MODES
+from comfetch.policy import POLICIES
+from comfetch.simulation import Federation, History, Record, simulate
+from comfetch.sketching import SCALES
+from comfetch.transforms import SECOND_MOMENTS, Transform, adaptive, chain, error_feedback, momentum, scale, top_k
 
 METHODS = ("comfetch", "fedavg")
 PRESETS: dict[str, dict[str, Any]] = {
@@ -26,57 +39,64 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Options that a preset sets; what the user gives besides goes before it."""
 
 
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+TASK, SKETCH, FEDERATION, CLIENTS, SERVER, DRAWS = (
+    "Task and model", "Sketch", "Federation", "Local training", "Server", "Random numbers",
+)  # fmt: skip
+"""Groups of options, as the help shows them."""
+
+
+def _option(default: Any, group: str, help: str, choices: Iterable[str] = ()) -> Any:
+    """Describe an option once, for TOML files and command lines alike."""
+    return field(default=default, metadata={"help": help, "group": group, "choices": tuple(choices)})
 
 
 @dataclass(frozen=True)
 class Experiment:
     """Every option of a run. The field names are the names in TOML files, and with dashes on the command line."""
 
-    task: str = _option("digits", "Task: a name, file.py or module:function.")
-    method: str = _option("comfetch", "Federated method.")
-    preset: str = _option("default", "Set of options that others change: default or paper.")
-    model: str | None = _option(None, "Model; the task's own if not given.")
-    stem: str | None = _option(None, "ResNet-18: imagenet (7x7, as in the paper) or cifar (3x3).")
-    norm: str | None = _option(None, "ResNets: batch or group normalisation.")
-    compression: float = _option(4.0, "Factor by which each sketched weight shrinks.")
-    mode: str = _option("output", "Mode that is sketched: output, input or both.")
-    rows: int = _option(1, "Independent sketches of each weight.")
-    blocks: str = _option("auto", "Hashes of a weight, one for each block of its other side: auto or a number.")
-    hash: str = _option("balanced", "Kind of hash: balanced or random.")
-    scale: str = _option("mean", "Scale of the sketch: mean, isometric or count.")
-    policy: str = _option("default", "Layers that are sketched: default, all or paper.")
-    redraw: int | None = _option(None, "Draw new hashes every so many rounds.")
-    clients: int = _option(10, "Number of clients.")
-    fraction: float = _option(1.0, "Part of the clients in each round.")
-    rounds: int = _option(10, "Number of rounds.")
-    partition: str = _option("iid", "How examples are divided: iid, dirichlet, shards or natural.")
-    alpha: float = _option(1.0, "Concentration of the Dirichlet partition.")
-    unequal: bool = _option(False, "Dirichlet partition with local sets of unequal size.")
-    limit: int | None = _option(None, "Use only so many examples of each side.")
-    uploads: str = _option("weights", "What clients send: weights, or one gradient a round (Algorithms 1 and 2).")
-    local_epochs: int = _option(1, "Passes over the local data in a round.")
-    local_steps: int | None = _option(None, "Steps of local training, instead of epochs.")
-    batch_size: int = _option(64, "Examples of a step.")
-    optimiser: str = _option("adam", "Optimiser of the clients: any of torch's, in lower case.")
-    lr: float = _option(0.001, "Learning rate of the clients (of the server, if clients send gradients).")
-    momentum: float = _option(0.0, "Momentum of the clients' SGD.")
-    weight_decay: float = _option(0.0, "Weight decay of the clients.")
-    clip: float | None = _option(None, "Largest norm of a client's gradient.")
-    prox: float = _option(0.0, "Weight of the FedProx term.")
-    keep_optimiser: bool = _option(False, "Keep each client's optimiser state from round to round.")
-    load_rates: bool = _option(False, "Multiply learning rates by the loads of the buckets (the paper's runs).")
-    weighting: str = _option("examples", "Average clients by examples or uniform.")
-    server_optimiser: str = _option("none", "Adaptive server optimiser: none, adam, yogi or adagrad.")
-    server_lr: float | None = _option(None, "Learning rate of the server.")
-    server_momentum: float = _option(0.0, "Momentum of the server.")
-    factor_masking: bool = _option(False, "Forget the server's momentum where it was applied.")
-    top_k: float | None = _option(None, "Fraction of coordinates that the server applies, with error feedback.")
-    top_k_per: str = _option("layer", "Choose the top-k of each layer, or global.")
-    space: str = _option("full", "Where momentum and error live: full or sketch.")
-    key: int = _option(0, "What hashes and the choice of clients are drawn from.")
-    seed: int = _option(0, "What data order and initial weights are drawn from.")
+    task: str = _option("digits", TASK, "Task: a name, file.py or module:function.")
+    model: str | None = _option(None, TASK, "Model; the task's own if not given.", MODELS)
+    stem: str | None = _option(None, TASK, "First convolution of ResNet-18: 7x7 as in the paper, or 3x3.", STEMS)
+    norm: str | None = _option(None, TASK, "Normalisation of ResNets.", NORMS)
+    limit: int | None = _option(None, TASK, "Use only so many examples of each side.")
+    method: str = _option("comfetch", TASK, "Federated method.", METHODS)
+    preset: str = _option("default", TASK, "Set of options to start from; those given besides win.", PRESETS)
+    compression: float = _option(4.0, SKETCH, "Factor by which each sketched weight shrinks.")
+    mode: str = _option("output", SKETCH, "Side of a weight that is sketched.", MODES)
+    rows: int = _option(1, SKETCH, "Independent sketches of each weight.")
+    blocks: str = _option("auto", SKETCH, "Hashes of a weight, one a block of its other side: auto or a number.")
+    hash: str = _option("balanced", SKETCH, "Kind of hash.", hashing.KINDS)
+    scale: str = _option("mean", SKETCH, "Scale of the sketch.", SCALES)
+    policy: str = _option("default", SKETCH, "Which layers are sketched.", POLICIES)
+    redraw: int | None = _option(None, SKETCH, "Draw new hashes every so many rounds.")
+    uploads: str = _option("weights", SKETCH, "What clients send; one gradient a round is Algorithms 1, 2.", UPLOADS)
+    space: str = _option("full", SKETCH, "Where the server's momentum and error live.", SPACES)
+    clients: int = _option(10, FEDERATION, "Number of clients.")
+    fraction: float = _option(1.0, FEDERATION, "Part of the clients in each round.")
+    rounds: int = _option(10, FEDERATION, "Number of rounds.")
+    partition: str = _option("iid", FEDERATION, "How examples are divided.", KINDS)
+    alpha: float = _option(1.0, FEDERATION, "Concentration of the Dirichlet partition: small means skewed.")
+    unequal: bool = _option(False, FEDERATION, "Dirichlet partition with local sets of unequal size.")
+    weighting: str = _option("examples", FEDERATION, "Weight of a client in the average.", WEIGHTINGS)
+    local_epochs: int = _option(1, CLIENTS, "Passes over the local data in a round.")
+    local_steps: int | None = _option(None, CLIENTS, "Steps of local training, instead of epochs.")
+    batch_size: int = _option(64, CLIENTS, "Examples of a step.")
+    optimiser: str = _option("adam", CLIENTS, "Optimiser of torch.", OPTIMISERS)
+    lr: float = _option(0.001, CLIENTS, "Learning rate (of the server, if clients send gradients).")
+    momentum: float = _option(0.0, CLIENTS, "Momentum of SGD.")
+    weight_decay: float = _option(0.0, CLIENTS, "Weight decay.")
+    clip: float | None = _option(None, CLIENTS, "Largest norm of a gradient.")
+    prox: float = _option(0.0, CLIENTS, "Weight of the FedProx term.")
+    keep_optimiser: bool = _option(False, CLIENTS, "Keep each client's optimiser state from round to round.")
+    load_rates: bool = _option(False, CLIENTS, "Multiply learning rates by the loads of the buckets (the paper's).")
+    server_optimiser: str = _option("none", SERVER, "Adaptive optimiser.", ("none", *SECOND_MOMENTS))
+    server_lr: float | None = _option(None, SERVER, "Learning rate.")
+    server_momentum: float = _option(0.0, SERVER, "Momentum.")
+    factor_masking: bool = _option(False, SERVER, "Forget the momentum where it was applied.")
+    top_k: float | None = _option(None, SERVER, "Fraction of coordinates that is applied, with error feedback.")
+    top_k_per: str = _option("layer", SERVER, "Where the top-k are chosen.", ("layer", "global"))
+    key: int = _option(0, DRAWS, "What hashes and the choice of clients are drawn from.")
+    seed: int = _option(0, DRAWS, "What data order and initial weights are drawn from.")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Experiment":
@@ -87,18 +107,24 @@ class Experiment:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."
                 raise OptionError(f"Unknown option {name!r}.{hint}")
-            _check_type(name, value, str(known[name].type))
-        preset = options.get("preset", "default")
-        for name, value, names in (
-            ("preset", preset, PRESETS), ("method", options.get("method", "comfetch"), METHODS),
-        ):  # fmt: skip
-            if value not in names:
-                raise OptionError(f"{name}={value!r} is not known. Choose one of: {', '.join(names)}.")
-        return cls(**{**PRESETS[preset], **options})
+            _check_type(name, value, known[name].type)
+            choices = known[name].metadata["choices"]
+            if choices and value is not None and value not in choices:
+                raise OptionError(f"{name}={value!r} is not known. Choose one of: {', '.join(choices)}.")
+        if not 0 <= options.get("seed", 0) < 2**63:
+            raise OptionError(f"seed={options['seed']} is not a whole number from 0 to 2^63 - 1.")
+        return cls(**{**PRESETS[options.get("preset", "default")], **options})
 
     def options(self) -> dict[str, Any]:
         """Return all options, as `run.toml` keeps them."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+    def folder_name(self) -> str:
+        """Name the run: what it is, and a hash of all options but the rounds, to which a run may be extended."""
+        told = {name: value for name, value in self.options().items() if name != "rounds"}
+        digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        task = re.sub(r"[^A-Za-z0-9]+", "-", self.task.removesuffix(".py")).strip("-")
+        return f"{task}-{self.method}-{1 if self.method == 'fedavg' else self.compression:g}-{digest[:6]}"
 
     def local(self) -> Local:
         """Return how clients train."""
@@ -128,15 +154,16 @@ class Experiment:
         """Make the method."""
         if self.method == "fedavg":
             return FedAvg(self.local(), self.server(), self.weighting, self.key)
-        blocks = self.blocks if self.blocks == "auto" else _whole("blocks", self.blocks)
-        sketch = {
-            "mode": self.mode, "rows": self.rows, "blocks": blocks, "hash": self.hash, "scale": self.scale,
-            "policy": self.policy,
-        }  # fmt: skip
         return Comfetch(
             self.compression, self.key, self.local(), self.server(), self.uploads, self.space, self.redraw,
-            self.weighting, sketch,
+            self.weighting, self.sketch(),
         )  # fmt: skip
+
+    def sketch(self) -> dict[str, Any]:
+        """Return the settings of the sketch, besides compression and key."""
+        blocks = self.blocks if self.blocks == "auto" else _whole("blocks", self.blocks)
+        names = ("mode", "rows", "hash", "scale", "policy")
+        return {"blocks": blocks, **{name: getattr(self, name) for name in names}}
 
     def load(self, data_dir: str | None = None) -> tuple[Task, Callable[[], Any]]:
         """Load the task and bind the model's constructor to it."""
@@ -147,16 +174,43 @@ class Experiment:
 
     def run(
         self, out: Path | None = None, *, data_dir: str | None = None, device: str = "cpu", resume: bool = False,
-        on_round: Callable[[dict[str, Any]], None] | None = None,
+        on_start: Callable[[Federation, list[Record]], None] | None = None,
+        on_round: Callable[[Record], None] | None = None,
     ) -> History:  # fmt: skip
-        """Run the experiment, with its records in `out`."""
+        """Run the experiment, with its records in `out`; `on_start` gets the federation and the rounds run before."""
         method = self.make_method()
         task, build = self.load(data_dir)
+
+        def started(federation: Federation, server: Server, history: list[Record]) -> None:
+            if out is not None:
+                records.check_data(out, task.checksum)
+                sizes = {side: dataclasses.asdict(b) for side, b in self.footprint(federation, server).items()}
+                records.write_json(out / records.FOOTPRINT, sizes)
+            if on_start is not None:
+                on_start(federation, history)
+
         return simulate(
             method, task, model=build, clients=self.clients, rounds=self.rounds, fraction=self.fraction,
             partition=self.partition, alpha=self.alpha, unequal=self.unequal, seed=self.seed, device=device, out=out,
-            resume=resume, options=self.options(), on_round=on_round,
+            resume=resume, options=self.options(), on_start=started, on_round=on_round,
         )  # fmt: skip
+
+    def footprint(self, federation: Federation, server: Server) -> dict[str, Bytes]:
+        """Predict the bytes of a client's training step: with the full model, and with what it holds."""
+        method, client, local = federation.method, federation.clients[0], self.local()
+        model = method.client_model(federation.build, client, method.download(server, client))
+        size = min(self.batch_size, max(len(data) for data in federation.data))
+        inputs, _ = federation.task.batch(federation.task.train, torch.arange(size))
+
+        def optimiser(parameters: Any) -> torch.optim.Optimizer:
+            if getattr(method, "uploads", "weights") == "gradient":
+                return torch.optim.SGD(parameters, lr=0.0)
+            made: torch.optim.Optimizer = OPTIMISERS[local.optimiser](parameters, lr=local.lr, **local.settings)
+            return made
+
+        return {
+            side: count(meta_model(model, full=side == "full"), inputs, optimiser) for side in ("full", "sketched")
+        }
 
 
 def read_experiment(path: Path, changes: Mapping[str, Any] | None = None) -> Experiment:
@@ -167,12 +221,12 @@ def read_experiment(path: Path, changes: Mapping[str, Any] | None = None) -> Exp
         raise OptionError(f"{path}: {error}") from error
 
 
-def _check_type(name: str, value: Any, wanted: str) -> None:
-    types = {"str": str, "int": int, "float": int | float, "bool": bool}
-    kind = types[wanted.split(" ")[0]]
-    if (value is None and "None" in wanted) or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
+def _check_type(name: str, value: Any, wanted: Any) -> None:
+    kinds = typing.get_args(wanted) or (wanted,)
+    accepted = tuple(kind for kind in (*kinds, *((int,) if float in kinds else ())))
+    if isinstance(value, accepted) and (bool in kinds or not isinstance(value, bool)):
         return
-    raise OptionError(f"{name}={value!r} is not of type {wanted.split(' ')[0]}.")
+    raise OptionError(f"{name}={value!r} is not of type {kinds[0].__name__}.")
 
 
 def _whole(name: str, text: str) -> int:

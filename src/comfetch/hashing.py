@@ -1,7 +1,7 @@
 """Draw hashes from 64-bit keys by integer arithmetic alone.
 
 A hash of n coordinates onto `length` buckets is an `index` (the bucket of each coordinate) and a `sign`. Both
-follow from a key, so only the key travels (NOTES, ruling 2). The arithmetic is that of splitmix64 on unsigned 64-bit
+follow from a key, so only the key travels (docs/mathematics.md, 2). The arithmetic is that of splitmix64 on unsigned 64-bit
 integers, the same on every platform; golden values in the tests pin it for good.
 """
 

@@ -55,7 +55,7 @@ class WeightPlan:
         mode: the mode that is sketched: output, input or both.
         length: length of the output and of the input mode; a mode that is not sketched has its full size.
         rows: number of independent sketches.
-        blocks: number of equal parts of the other mode, each with its own hash (NOTES, ruling 18).
+        blocks: number of equal parts of the other mode, each with its own hash (docs/mathematics.md, 18).
         hash: kind of hash. scale: see `sketching`. key: what this weight's hashes are drawn from.
     """
 
@@ -152,7 +152,7 @@ class WeightPlan:
         return torch.stack(rows) if self.rows > 1 else rows[0]
 
     def fresh(self, full: Tensor) -> Tensor:
-        """Scale fresh weights so that sketching keeps their norm: W₀ ← P W₀ · ‖W₀‖/‖P W₀‖ (NOTES, ruling 8).
+        """Scale fresh weights so that sketching keeps their norm: W₀ ← P W₀ · ‖W₀‖/‖P W₀‖ (docs/mathematics.md, 8).
 
         With `count`, which inflates instead, they stay as they are (the paper's runs). With more than one row there is no
         single P: W₀ is scaled by the norm of its recovery.

@@ -4,6 +4,7 @@ Every file is complete or absent at any moment: it is written beside and renamed
 checkpoint when a run goes on.
 """
 
+import errno
 import json
 import os
 import platform
@@ -23,17 +24,16 @@ CHECKPOINT = "checkpoint.safetensors"
 ROUNDS = "rounds.jsonl"
 OPTIONS = "run.toml"
 ENVIRONMENT = "environment.json"
+PARTITION = "partition.json"
+FOOTPRINT = "footprint.json"
+FINAL = ("full.safetensors", "sketched.safetensors")
 
 
 def open_folder(folder: Path, options: Mapping[str, Any], resume: bool) -> None:
     """Make a run folder and write its options; refuse one that holds another configuration, or a run not to be resumed."""
     path = folder / OPTIONS
     if path.exists():
-        found = read_options(path)
-        differing = sorted(k for k in found.keys() | options.keys() if found.get(k) != options.get(k) and k != "rounds")
-        if differing:
-            changes = ", ".join(f"{k}: {found.get(k)!r} there, {options.get(k)!r} now" for k in differing)
-            raise RunError(f"{folder} holds a run of another configuration ({changes}). Choose another --out.")
+        check_folder(folder, options)
         if (folder / CHECKPOINT).exists() and not resume:
             raise RunError(f"{folder} holds this run already. Go on with --resume, or choose another --out.")
     elif resume and not folder.exists():
@@ -42,7 +42,48 @@ def open_folder(folder: Path, options: Mapping[str, Any], resume: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"{folder}: cannot be made. {error}") from error
+    _remove_leftovers(folder)
     write_text(path, format_toml(options))
+
+
+def check_folder(folder: Path, options: Mapping[str, Any]) -> None:
+    """Refuse a folder whose run has other options; more rounds are welcome, fewer than it has are not."""
+    found = read_options(folder / OPTIONS)
+    differing = sorted(k for k in found.keys() | options.keys() if found.get(k) != options.get(k) and k != "rounds")
+    if differing:
+        changes = ", ".join(f"{k}: {found.get(k)!r} there, {options.get(k)!r} now" for k in differing)
+        raise RunError(f"{folder} holds a run of another configuration ({changes}). Choose another --out.")
+    done = rounds_done(folder)
+    if done > options.get("rounds", done):
+        raise RunError(f"{folder} holds {done} rounds already, more than rounds={options['rounds']}. Choose another --out.")
+
+
+def rounds_done(folder: Path) -> int:
+    """Return the number of the last round on record."""
+    return max((record["round"] for record in read_rounds(folder)), default=0)
+
+
+def finished(folder: Path, rounds: int) -> bool:
+    """Tell whether a run has all its rounds and its final models."""
+    return rounds_done(folder) >= rounds and all((folder / name).exists() for name in (CHECKPOINT, *FINAL))
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what processes that were killed had begun to write."""
+    for path in folder.glob(".*.part"):
+        process = path.suffixes[-2].removeprefix(".")
+        if process.isdigit() and not _is_alive(int(process)):
+            path.unlink(missing_ok=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def save_checkpoint(folder: Path, server: Server, memories: Mapping[int, State]) -> None:
@@ -72,14 +113,20 @@ def load_checkpoint(folder: Path) -> tuple[Server, dict[int, State]] | None:
 
 
 def append_round(folder: Path, record: Mapping[str, Any]) -> None:
-    """Add the record of one round."""
+    """Add the record of one round: the whole line, or nothing if the disk is full."""
+    line = (json.dumps(record) + "\n").encode()
     try:
-        with open(folder / ROUNDS, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
+        with open(folder / ROUNDS, "ab", buffering=0) as file:
+            before = file.seek(0, os.SEEK_END)
+            try:
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(before)
+                raise
             os.fsync(file.fileno())
     except OSError as error:
-        raise RunError(f"{folder / ROUNDS}: cannot be written. {error}") from error
+        raise RunError(f"{folder / ROUNDS}: cannot be written. {error.strerror}.") from error
 
 
 def read_rounds(folder: Path, until: int | None = None) -> list[dict[str, Any]]:
@@ -109,6 +156,29 @@ def environment(data_checksum: str) -> dict[str, Any]:
         "comfetch": __version__, "commit": _commit(), "torch": torch.__version__, "python": platform.python_version(),
         "platform": platform.platform(), "threads": torch.get_num_threads(), "data": data_checksum,
     }  # fmt: skip
+
+
+def check_data(folder: Path, data_checksum: str) -> None:
+    """Refuse to go on with a run on other data than it began with."""
+    began = read_json(folder / ENVIRONMENT).get("data", data_checksum)
+    if began != data_checksum:
+        raise RunError(f"{folder}: its run began with data of checksum {began[:12]}, now it is {data_checksum[:12]}.")
+
+
+def environment_changes(folder: Path) -> list[str]:
+    """Say what is not as it was when the run began; a result may then differ in its last bits."""
+    began, now = read_json(folder / ENVIRONMENT), environment("")
+    told = ("torch", "python", "platform", "threads")
+    return [f"{name} was {began[name]}, is {now[name]}" for name in told if name in began and began[name] != now[name]]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file; one that is not there is empty."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path}: cannot be read. {error}") from error
+    return found
 
 
 def write_json(path: Path, data: Any) -> None:

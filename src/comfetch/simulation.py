@@ -230,6 +230,7 @@ def simulate(
     out: str | Path | None = None,
     resume: bool = False,
     options: dict[str, Any] | None = None,
+    on_start: Callable[[Federation, Server, list[Record]], None] | None = None,
     on_round: Callable[[Record], None] | None = None,
 ) -> History:
     """Train a task federatedly in this process, and return its history.
@@ -241,13 +242,16 @@ def simulate(
         partition, alpha, unequal: how examples are divided (see `comfetch.data.partition`).
         seed: for data and initial weights; the hashes and the choice of clients follow the method's key.
         out: folder for records and checkpoints; with `resume`, a run that was cut goes on there, bit for bit.
-        options: what `run.toml` keeps besides, to tell runs apart. on_round: called with each round's record.
+        options: what `run.toml` keeps besides, to tell runs apart. on_start: called before the first round, with the
+            federation, the server's state and the records of rounds run before. on_round: called with each round's record.
     """
     federation = make_federation(method, task, model, clients, fraction, partition, alpha, unequal, seed, device, data_dir)
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
         raise OptionError(f"rounds={rounds!r} is not a whole number of at least 1.")
     folder = None if out is None else Path(out)
     server, history = _begin(federation, folder, resume, {**(options or {}), "rounds": rounds})
+    if on_start is not None:
+        on_start(federation, server, history)
     while server.round < rounds:
         server, record = federation.round(server)
         record.update(federation.evaluate(server))

@@ -1,7 +1,7 @@
 """Sketch, unsketch and expand tensors: the mathematics, for any hash, along any one mode.
 
 H is the length × size matrix with H[index[j], j] = sign[j]; n is the load of each bucket and D = diag(n) = H Hᵀ. Sketching
-is S = A W and unsketching Ŵ = E S, with A and E by scale (NOTES, ruling 8):
+is S = A W and unsketching Ŵ = E S, with A and E by scale (docs/mathematics.md, 8):
 
 ==========  ==========  ===========  ==================================================
 scale       A           E            E A
@@ -129,7 +129,7 @@ class Sketcher(nn.Module):
         return self._spread(small * self._factor(small, {"isometric": -0.5}))
 
     def lift(self, update: Tensor) -> Tensor:
-        """ΔW = A⁺ ΔS, the smallest change of W whose sketch is ΔS (NOTES, ruling 7)."""
+        """ΔW = A⁺ ΔS, the smallest change of W whose sketch is ΔS (docs/mathematics.md, 7)."""
         self._expect(update, self.length, "lift")
         return self._spread(update * self._factor(update, {"isometric": -0.5, "count": -1.0}))
 
@@ -145,7 +145,7 @@ class Sketcher(nn.Module):
         return small.view(self.batch, self.length, -1) * self._factor(full, {"isometric": -0.5, "count": -1.0})
 
     def fold(self, small: Tensor, length: int) -> Tensor:
-        """Fold a sketch to a shorter one, as if W itself had been sketched to `length` (NOTES, ruling 9)."""
+        """Fold a sketch to a shorter one, as if W itself had been sketched to `length` (docs/mathematics.md, 9)."""
         self._expect(small, self.length, "fold")
         if length < 1 or self.length % length:
             raise OptionError(
@@ -242,7 +242,7 @@ def unsketch_both(
 
 
 def median(rows: Tensor) -> Tensor:
-    """Take the median over dimension 0; for an even number the mean of the two middle values (NOTES, ruling 10).
+    """Take the median over dimension 0; for an even number the mean of the two middle values (docs/mathematics.md, 10).
 
     >>> median(torch.tensor([[4.0], [1.0], [2.0], [9.0]]))
     tensor([3.])
@@ -259,7 +259,7 @@ def solve_least(
 ) -> Tensor:
     """Find the smallest x with apply(x) = target in the sense of least squares (conjugate gradients, CGLS).
 
-    This is the pseudo-inverse of k stacked sketches (NOTES, ruling 7), without building their matrix.
+    This is the pseudo-inverse of k stacked sketches (docs/mathematics.md, 7), without building their matrix.
     """
     tolerance = 10 * torch.finfo(target.dtype).eps if tolerance is None else tolerance
     residual = target.clone()

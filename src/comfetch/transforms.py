@@ -128,6 +128,8 @@ class momentum(_Stateful):  # noqa: N801
 class top_k:  # noqa: N801
     """Keep the largest coordinates in magnitude, a fraction of each layer's or of all; set the others to 0.
 
+    Of equal ones the first are kept, so that the choice is the same everywhere.
+
     >>> top_k(0.5)({"w": torch.tensor([3.0, -4.0])})
     {'w': tensor([ 0., -4.])}
     """
@@ -149,8 +151,12 @@ class top_k:  # noqa: N801
 
     def _select(self, flat: Tensor) -> Tensor:
         k = max(1, math.floor(self.fraction * len(flat) + 0.5))
-        chosen = flat.abs().topk(k).indices
-        return torch.zeros_like(flat).index_copy(0, chosen, flat[chosen])
+        size = flat.abs()
+        bound = size.topk(k).values[-1]
+        above = size > bound
+        ties = (size == bound).nonzero().squeeze(1)  # frequent: a bucket's coordinates share one magnitude
+        above[ties[: k - int(above.sum())]] = True
+        return torch.where(above, flat, 0)
 
 
 class error_feedback(_Stateful):  # noqa: N801

@@ -136,7 +136,7 @@ class Product(nn.Module):
         """Return D^(-1/2) of each sketched mode, shaped for `weight`: in `isometric` the signs alone do not expand."""
         if self.plan.scale != "isometric":
             return None
-        factor = torch.ones(())
+        factor = torch.ones((), dtype=torch.float64)
         for side, drawn in hashes.items():
             length = self.plan.length[0 if side == "output" else 1]
             load = np.stack([hashing.loads(h.index, length) for h in drawn], axis=1)  # (groups · blocks, rows, length)
@@ -146,7 +146,7 @@ class Product(nn.Module):
             else:
                 scale = scale.flatten(0, 1)
             factor = factor * (scale[:, :, None, None] if side == "output" else scale[:, None, :, None])
-        return factor.float() if factor.ndim else None
+        return factor if factor.ndim else None
 
 
 class SketchedLayer(nn.Module):

@@ -130,7 +130,7 @@ class Multiplier:
             grad = torch.autograd.functional.vjp(product.finish, z, grad)[1]
         elif product.after is not None:
             grad = product.after.transposed(grad)
-        grad = grad.view(product.parts, -1, grad.shape[1])
+        grad = grad.unflatten(0, (product.parts, -1))
         self._add(torch.bmm(grad, self._slices(x).transpose(1, 2)))
         back = torch.bmm(self.weight.transpose(1, 2), grad).flatten(0, 1)
         return (back if product.before is None else product.before.transposed(back)).to(x.dtype)
@@ -143,8 +143,10 @@ class Multiplier:
 
     def _slices(self, x: Tensor) -> Tensor:
         x = x.to(self.weight.dtype)
-        x = x.contiguous() if self.product.before is None else self.product.before(x)
-        return x.view(self.product.parts, -1, x.shape[1])
+        if self.product.before is not None:
+            x = self.product.before(x)
+        slices: Tensor = x.unflatten(0, (self.product.parts, -1))
+        return slices
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class SketchedRecurrent(SketchedLayer):
     dropout: float
     bidirectional: bool
     proj_size: int
+    weight_ih_l0: Tensor
 
     def forward(self, input: Tensor | PackedSequence, hx: Any = None) -> tuple[Any, Any]:
         """Map (time, batch, inputs), batch first if so set, (time, inputs) or a packed sequence, as torch's layer does.
@@ -78,7 +79,7 @@ class SketchedRecurrent(SketchedLayer):
             x = x.transpose(0, 1)
         time, batch, inputs = x.shape
         rows, final = self._run(x.permute(2, 0, 1).reshape(inputs, -1), [batch] * time, initial)
-        y = rows.view(-1, time, batch)
+        y = rows.view(len(rows), time, batch)
         return y.permute(2, 1, 0).contiguous() if self.batch_first else y.permute(1, 2, 0).contiguous(), final
 
     def _run(self, rows: Tensor, sizes: list[int], initial: State | None) -> tuple[Tensor, State]:
@@ -123,7 +124,7 @@ class SketchedRecurrent(SketchedLayer):
         product: Product = self.products[name]  # type: ignore[assignment]
         weight = product.weight(getattr(self, name))[..., 0]
         device = weight.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        if _autocasts(device):
             weight = weight.to(torch.get_autocast_dtype(device))
         return product, weight.contiguous()
 
@@ -135,6 +136,9 @@ class SketchedRecurrent(SketchedLayer):
 
     def _check(self, rows: Tensor, sizes: list[int], initial: State | None) -> None:
         problems = []
+        dtype = self.weight_ih_l0.dtype
+        if rows.dtype != dtype and not _autocasts(rows.device.type):
+            problems.append(f"the input is {rows.dtype}, the weights are {dtype}")
         if len(rows) != self.input_size:
             problems.append(f"the input has {len(rows)} features, the layer takes {self.input_size}")
         if not sizes:
@@ -156,3 +160,7 @@ def recurrent(layer: Any) -> Recipe | str:
     """Describe recurrent layers: each weight is (gates · hidden, inputs), that of a projection (projected, hidden)."""
     weights = {name: Geometry(tuple(p.shape)) for name, p in layer.named_parameters() if p.ndim == 2}
     return Recipe(weights, SketchedRecurrent)
+
+
+def _autocasts(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
