@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +18,13 @@ import comfetch as cf
 from comfetch import hashing
 from comfetch.layers import SketchedLayer
 from comfetch.plan import WeightPlan
+
+
+compiles = pytest.mark.filterwarnings(  # dynamo does both itself
+    "ignore:.*autograd.function.Function.*should not be instantiated:DeprecationWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+)
+"""Mark of tests that use torch.compile."""
 
 
 def quiet_sketch(model: nn.Module, **options: Any) -> Any:

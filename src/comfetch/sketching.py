@@ -120,8 +120,8 @@ class Sketcher(nn.Module):
     def sketch(self, full: Tensor) -> Tensor:
         """S = A W."""
         self._expect(full, self.size, "sketch")
-        small = self.matrix.transposed(full.reshape(self.batch * self.size, -1))
-        return small.view(self.batch, self.length, -1) * self._factor(full, {"isometric": -0.5, "mean": -1.0})
+        small = self.matrix.transposed(full.flatten(0, 1))
+        return small.unflatten(0, (self.batch, self.length)) * self._factor(full, {"isometric": -0.5, "mean": -1.0})
 
     def unsketch(self, small: Tensor) -> Tensor:
         """Ŵ = E S."""
@@ -141,8 +141,8 @@ class Sketcher(nn.Module):
     def drop_gradient(self, full: Tensor) -> Tensor:
         """(Aᵀ)⁺ Δ, the pseudo-inverse of `lift_gradient`."""
         self._expect(full, self.size, "drop")
-        small = self.matrix.transposed(full.reshape(self.batch * self.size, -1))
-        return small.view(self.batch, self.length, -1) * self._factor(full, {"isometric": -0.5, "count": -1.0})
+        small = self.matrix.transposed(full.flatten(0, 1))
+        return small.unflatten(0, (self.batch, self.length)) * self._factor(full, {"isometric": -0.5, "count": -1.0})
 
     def fold(self, small: Tensor, length: int) -> Tensor:
         """Fold a sketch to a shorter one, as if W itself had been sketched to `length` (docs/mathematics.md, 9)."""
@@ -158,8 +158,7 @@ class Sketcher(nn.Module):
         return (parts * weight).sum(1)
 
     def _spread(self, small: Tensor) -> Tensor:
-        rows = self.matrix(small.reshape(self.batch * self.length, -1))
-        return rows.view(self.batch, self.size, -1)
+        return self.matrix(small.flatten(0, 1)).unflatten(0, (self.batch, self.size))
 
     def _factor(self, like: Tensor, powers: dict[str, float]) -> Tensor:
         """Return loadᵖ, (batch, length, 1), with p by scale, 0 if not given; empty buckets give 0 unless p is 0."""
@@ -303,7 +302,7 @@ def _along(x: Tensor, dim: int, apply: Any) -> Tensor:
     moved = x.movedim(dim, 0)
     rest = moved.shape[1:]
     out: Tensor = apply(moved.reshape(1, len(moved), math.prod(rest)))
-    return out.view(-1, *rest).movedim(0, dim)
+    return out.view(out.shape[1], *rest).movedim(0, dim)
 
 
 def _int32(array: np.ndarray) -> Tensor:

@@ -197,7 +197,7 @@ def test_lift_is_the_pseudo_inverse_of_the_sketch(plan) -> None:
 
 
 @given(plans(rows=st.integers(2, 3)))
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_lift_of_many_rows_is_the_pseudo_inverse_of_their_stack(plan) -> None:
     small = small_weight(plan)
     inverse = np.linalg.pinv(stacked_sketching_matrix(plan))
@@ -224,6 +224,7 @@ def test_folded_weight_is_the_weight_sketched_shorter(plan, data) -> None:
 
 
 @given(plans(rows=st.just(1)))
+@settings(max_examples=15)
 def test_loads_belong_to_each_element_of_the_small_weight(plan) -> None:
     """The load of an element is the number of elements of the full weight that it is a sum of."""
     count = dataclasses.replace(plan, scale="count")

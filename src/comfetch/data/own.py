@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -33,16 +33,23 @@ def is_own(name: str) -> bool:
 
 def load_own(name: str) -> Task:
     """Run the function that a path names, and make a task of what it returns."""
-    source, _, function = (name, "", DEFAULT) if name.endswith(".py") else name.rpartition(":")
+    make = import_function(name)
     with _told(f"Task {name}"):
-        module = _module_of_file(Path(source)) if source.endswith(".py") else _module(source)
-        make = getattr(module, function, None)
-        if not callable(make):
-            raise DataError(f"Task {name}: {source} has no function {function}. Write it, or name another.")
         made = make()
         if isinstance(made, Task):
             return made
         return task_of(name, *_three(name, made))
+
+
+def import_function(name: str) -> Callable[[], Any]:
+    """Import what a path names: `file.py`, `file.py:function` or `module:function`."""
+    source, _, function = (name, "", DEFAULT) if name.endswith(".py") else name.rpartition(":")
+    with _told(f"Task {name}"):
+        module = _module_of_file(Path(source)) if source.endswith(".py") else _module(source)
+        found = getattr(module, function, None)
+        if not callable(found):
+            raise DataError(f"Task {name}: {source} has no function {function}. Write it, or name another.")
+        return found
 
 
 def _three(name: str, made: Any) -> tuple[Constructor, Any, Any]:

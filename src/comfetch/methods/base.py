@@ -25,9 +25,10 @@ ABSURD = 1e4
 
 
 _DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
+    torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+"""Names of types in safetensors files, in the order in which it writes them."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Message:
     def nbytes(self) -> int:
         """Bytes of the message as a safetensors file, computed without writing it."""
         header: dict[str, object] = {"__metadata__": self.text} if self.text else {}
-        offset = 0
-        for name, tensor in sorted(self.state.items(), key=lambda item: (-item[1].element_size(), item[0])):
+        order, offset = list(_DTYPES), 0
+        for name, tensor in sorted(self.state.items(), key=lambda item: (order.index(item[1].dtype), item[0])):
             end = offset + tensor.numel() * tensor.element_size()
             header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
             offset = end

@@ -1,0 +1,198 @@
+"""Gather run folders, average what differs in its random numbers only, and write the table: Markdown, CSV, or a page."""
+
+import csv
+import io
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from comfetch import records
+from comfetch.errors import OptionError, RunError
+from comfetch.experiment import DRAWS, SKETCH, Experiment
+from comfetch.footprint import format_bytes
+
+OPTIONS = Experiment.__dataclass_fields__
+SET_APART = ("method", "compression", "rounds")
+"""Options that are not listed in a label: the first two begin it, and runs of one comparison may be of any length."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder holds."""
+
+    folder: Path
+    options: dict[str, Any]
+    rounds: list[dict[str, Any]]
+    partition: dict[str, Any]
+    footprint: dict[str, Any]
+
+    def total(self, name: str) -> float:
+        """Add up a number over all rounds."""
+        return float(sum(record[name] for record in self.rounds))
+
+    def last(self, name: str) -> float:
+        """Return a number of the last round."""
+        return float(self.rounds[-1][name])
+
+    def best(self, name: str) -> float:
+        """Return the largest of a number over the rounds."""
+        return float(max(record[name] for record in self.rounds))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in their random numbers only."""
+
+    label: str
+    runs: list[Run] = field(default_factory=list)
+
+    def values(self, measure: Callable[[Run], float]) -> tuple[float, float | None]:
+        """Return mean and standard deviation of a number over the runs; one run has no deviation."""
+        found = [measure(run) for run in self.runs]
+        return statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else None
+
+    def series(self, name: str) -> list[list[float]]:
+        """Return a number by round, for each run, up to the last round that all of them have."""
+        length = min(len(run.rounds) for run in self.runs)
+        return [[float(record[name]) for record in run.rounds[:length]] for run in self.runs]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: what it is called, how it is taken from a run and written."""
+
+    name: str
+    title: str
+    measure: Callable[[Run], float]
+    write: Callable[[float], str]
+
+
+COLUMNS = (
+    Column("rounds", "rounds", lambda run: run.last("round"), lambda x: f"{x:g}"),
+    Column("accuracy", "accuracy %", lambda run: run.last("accuracy"), lambda x: f"{100 * x:.1f}"),
+    Column("best_accuracy", "best %", lambda run: run.best("accuracy"), lambda x: f"{100 * x:.1f}"),
+    Column("accuracy_full", "server's W %", lambda run: run.last("accuracy_full"), lambda x: f"{100 * x:.1f}"),
+    Column("bytes_down", "down", lambda run: run.total("bytes_down"), format_bytes),
+    Column("bytes_up", "up", lambda run: run.total("bytes_up"), format_bytes),
+    Column("client_memory", "client memory", lambda run: run.best("client_memory"), format_bytes),
+    Column("seconds", "seconds", lambda run: run.total("seconds"), lambda x: f"{x:.1f}"),
+)
+
+
+def find_runs(paths: Iterable[Path]) -> list[Run]:
+    """Read every run in folders, which are runs or hold runs; runs without a finished round are left out."""
+    folders: dict[Path, None] = {}
+    for path in paths:
+        found = sorted(options.parent for options in path.rglob(records.OPTIONS)) if path.is_dir() else []
+        if not found:
+            raise RunError(f"{path} is no run folder and holds none: no {records.OPTIONS} was found in it.")
+        folders.update(dict.fromkeys(found))
+    runs = [run for folder in folders if (run := read_run(folder)).rounds]
+    if not runs:
+        raise RunError("None of these runs has finished a round yet.")
+    return runs
+
+
+def read_run(folder: Path) -> Run:
+    """Read what a run folder holds."""
+    options, rounds = records.read_options(folder / records.OPTIONS), records.read_rounds(folder)
+    needed = {"round", "loss", "accuracy", "accuracy_full", "bytes_down", "bytes_up", "client_memory", "seconds"}
+    for record in rounds:
+        if missing := needed - record.keys():
+            raise RunError(f"{folder / records.ROUNDS}: a record lacks {', '.join(sorted(missing))}.")
+    partition, footprint = (records.read_json(folder / name) for name in (records.PARTITION, records.FOOTPRINT))
+    return Run(folder, options, rounds, partition, footprint)
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Put together what differs in seed and key only, and call each group by what sets it apart."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(repr(sorted(_relevant(run.options).items())), []).append(run)
+    members = [_relevant(group[0].options) for group in groups.values()]
+    names = list(dict.fromkeys(name for options in members for name in options if name not in SET_APART))
+    apart = [name for name in names if len({str(options[name]) for options in members if name in options}) > 1]
+    made = [Group(label(options, apart), group) for options, group in zip(members, groups.values(), strict=True)]
+    return sorted(made, key=lambda group: (_compression(group.runs[0].options), group.label))
+
+
+def label(options: dict[str, Any], apart: Sequence[str] = ()) -> str:
+    """Call a run by its method, its compression, and the options that set it apart.
+
+    >>> label({"method": "comfetch", "compression": 4.0, "lr": 0.1}, ["lr"])
+    'comfetch 4×, lr 0.1'
+    """
+    method = options.get("method", "run")
+    first = f"{method} {options['compression']:g}×" if "compression" in options else method
+    return ", ".join([first, *(f"{name.replace('_', ' ')} {options[name]}" for name in apart if name in options)])
+
+
+def table(groups: Sequence[Group]) -> list[list[str]]:
+    """Write the table: a header, and a row for each group with mean ± sd over its seeds."""
+    rows = [["run", "seeds", *(column.title for column in COLUMNS)]]
+    for group in groups:
+        cells = [_cell(column, *group.values(column.measure)) for column in COLUMNS]
+        rows.append([group.label, str(len(group.runs)), *cells])
+    return rows
+
+
+def to_markdown(groups: Sequence[Group]) -> str:
+    """Write the table as Markdown."""
+    rows = table(groups)
+    lines = [" | ".join(row) for row in (rows[0], ["---", *["---:"] * (len(rows[0]) - 1)], *rows[1:])]
+    return "\n".join(["# Runs of comfetch", "", *(f"| {line} |" for line in lines), "", NOTE, ""])
+
+
+NOTE = (
+    "Accuracy of what clients run, in the last round; ± is the standard deviation over seeds. Bytes are totals over all "
+    "rounds and clients; client memory is the measured peak of the largest client."
+)
+
+
+def to_csv(groups: Sequence[Group]) -> str:
+    """Write the table as CSV, in plain numbers."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    sides = [f"{column.name}_{side}" for column in COLUMNS for side in ("mean", "sd")]
+    writer.writerow(["run", "task", "method", "compression", "seeds", *sides])
+    for group in groups:
+        options = group.runs[0].options
+        numbers = [number for column in COLUMNS for number in group.values(column.measure)]
+        what = [group.label, options.get("task"), options.get("method"), _compression(options), len(group.runs)]
+        writer.writerow([*what, *("" if number is None else number for number in numbers)])
+    return text.getvalue()
+
+
+def _to_html(groups: Sequence[Group]) -> str:
+    from comfetch.page import to_html
+
+    return to_html(groups)
+
+
+FORMATS: dict[str, Callable[[Sequence[Group]], str]] = {".html": _to_html, ".md": to_markdown, ".csv": to_csv}
+
+
+def write_report(paths: Iterable[Path], out: Path) -> list[Group]:
+    """Write the report of some runs in the format that the name of the file asks for."""
+    if out.suffix not in FORMATS:
+        raise OptionError(f"{out}: its name must end in {', '.join(FORMATS)}.")
+    groups = group_runs(find_runs(paths))
+    records.write_text(out, FORMATS[out.suffix](groups))
+    return groups
+
+
+def _relevant(options: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what two runs of a group may differ in, and what full clients do not heed."""
+    ignored = {DRAWS, SKETCH} if options.get("method") == "fedavg" else {DRAWS}
+    return {n: v for n, v in options.items() if n not in OPTIONS or OPTIONS[n].metadata["group"] not in ignored}
+
+
+def _compression(options: dict[str, Any]) -> float:
+    return 1.0 if options.get("method") == "fedavg" else float(options.get("compression", 1.0))
+
+
+def _cell(column: Column, mean: float, deviation: float | None) -> str:
+    written = column.write(mean)
+    return written if not deviation else f"{written} ± {column.write(deviation)}"

@@ -1,0 +1,187 @@
+import dataclasses
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from comfetch.errors import OptionError, UploadError
+from comfetch.layers import SketchedLayer
+from comfetch.methods import Client, Comfetch, FedAvg, Local, Message, Upload, check_upload, paper
+from comfetch.methods.base import average
+from comfetch.transforms import chain, error_feedback, scale, top_k
+
+CLIENT = Client(0, 10)
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 3))
+
+
+def comfetch(**options):
+    options.setdefault("sketch", {"only": ["2"]})
+    return Comfetch(4, **options)
+
+
+@given(
+    st.dictionaries(st.text("abc.é_1", min_size=1, max_size=9), st.tuples(st.integers(0, 12), st.integers(0, 3))),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]),
+    st.dictionaries(st.sampled_from(["key", "round", "ü"]), st.text("0aü", max_size=5)),
+)
+def test_the_bytes_of_a_message_are_those_of_its_file(shapes, dtype, text):
+    state = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+    state["counter"] = torch.zeros((), dtype=torch.int64)
+    assert Message(state, text).nbytes == len(safetensors.torch.save(state, text or None))
+
+
+def test_the_download_is_sketched_and_small():
+    method = comfetch(key=3)
+    server = method.start(build)
+    message = method.download(server, CLIENT)
+    assert message.state["2.weight"].shape == (16, 32)
+    assert message.state["0.weight"].shape == (32, 6)
+    assert message.text == {"round": "0", "key": "0000000000000003", "draw": "0"}
+    model = method.client_model(build, CLIENT, message)
+    assert isinstance(model[2], SketchedLayer)
+    model.load_state_dict(message.state)
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+
+
+def test_a_forgotten_load_is_loud():
+    method = comfetch()
+    model = method.client_model(build, CLIENT, method.download(method.start(build), CLIENT))
+    assert bool(torch.isnan(model(torch.zeros(2, 6))).all())
+
+
+def test_server_and_client_models_agree():
+    method = comfetch()
+    server = method.start(build)
+    message = method.download(server, CLIENT)
+    model = method.client_model(build, CLIENT, message)
+    model.load_state_dict(message.state)
+    full = build()
+    full.load_state_dict(server.weights)
+    x = torch.randn(4, 6)
+    torch.testing.assert_close(model.eval()(x), full.eval()(x))  # fresh weights lie in the range of the projection
+
+
+def test_fresh_weights_keep_their_norm():
+    torch.manual_seed(0)
+    model = build()
+    torch.manual_seed(0)
+    server = comfetch().start(build)
+    torch.testing.assert_close(server.weights["2.weight"].norm(), model[2].weight.detach().norm())
+
+
+def test_redrawn_hashes_differ_and_are_told_to_the_client():
+    method = comfetch(redraw=2)
+    server = method.start(build)
+    texts = []
+    for round in range(4):
+        message = method.download(dataclasses.replace(server, round=round), CLIENT)
+        texts.append(message.text["draw"])
+    assert texts == ["0", "0", "1", "1"]
+    first, later = method.plan(build, 0)["2.weight"], method.plan(build, 1)["2.weight"]
+    assert first.key != later.key
+
+
+def uploads(method, count=2):
+    server = method.start(build)
+    message = method.download(server, CLIENT)
+    answers = []
+    for i in range(count):
+        state = {name: t + i if t.is_floating_point() else t + 7 for name, t in message.state.items()}
+        answers.append(Upload(Client(i, 10 * (i + 1)), Message(state, message.text)))
+    return server, message, answers
+
+
+def test_counters_are_never_averaged_and_statistics_are():
+    method = FedAvg()
+    server, _, answers = uploads(method)
+    after = method.step(server, answers)
+    assert after.weights["3.num_batches_tracked"] == 0
+    torch.testing.assert_close(after.weights["3.running_mean"], torch.full((64,), 20 / 30))
+    assert after.round == 1
+
+
+def test_the_average_does_not_depend_on_the_order_of_arrival():
+    _, _, answers = uploads(FedAvg(), 5)
+    forth, back = average(answers, "examples"), average(answers[::-1], "examples")
+    assert all(torch.equal(forth[name], back[name]) for name in forth)
+
+
+def test_uniform_weights_ignore_the_number_of_examples():
+    _, message, answers = uploads(FedAvg())
+    torch.testing.assert_close(average(answers, "uniform")["0.bias"], message.state["0.bias"] + 0.5)
+    with pytest.raises(OptionError, match="weighting='loudest'"):
+        average(answers, "loudest")
+
+
+def change(message: Message, name: str, tensor=None, text=None) -> Message:
+    state = dict(message.state)
+    if tensor is None:
+        del state[name]
+    else:
+        state[name] = tensor
+    return Message(state, message.text if text is None else text)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda m: change(m, "0.weight"), "missing tensors: 0.weight"),
+        (lambda m: change(m, "evil", torch.zeros(1)), "unknown or missing tensors: evil"),
+        (lambda m: change(m, "0.bias", torch.zeros(31)), r"0.bias is torch.float32 of shape \(31,\)"),
+        (lambda m: change(m, "0.bias", torch.zeros(32).double()), "0.bias is torch.float64"),
+        (lambda m: change(m, "0.bias", torch.full((32,), torch.nan)), "0.bias has NaN"),
+        (lambda m: change(m, "0.bias", torch.full((32,), torch.inf)), "0.bias has NaN or infinite"),
+        (lambda m: change(m, "0.bias", torch.full((32,), 1e9)), "the norm of its weights is"),
+        (lambda m: Message(m.state, {**m.text, "key": "ff"}), "key is 'ff'"),
+        (lambda m: Message(m.state, {**m.text, "round": "7"}), "round is '7', expected '0'"),
+        (lambda m: Message(m.state, {}), "round is None"),
+    ],
+)
+def test_an_upload_that_is_no_answer_is_refused_and_named(spoil, complaint):
+    method = comfetch()
+    server, message, answers = uploads(method)
+    check_upload(answers[0], message, server.trained)
+    with pytest.raises(UploadError, match=f"client 5: .*{complaint}"):
+        check_upload(Upload(Client(5, 10), spoil(answers[0].message)), message, server.trained)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Comfetch(0.5), lambda: Comfetch(4, uploads="everything"), lambda: Comfetch(4, redraw=0),
+        lambda: Comfetch(4, space="outer"), lambda: Comfetch(4, space="sketch", redraw=2),
+        lambda: Comfetch(4, sketch={"lenght": 3}), lambda: Comfetch(4, sketch={"hash": "md5"}), lambda: Comfetch(4, key=-1),
+        lambda: Local("adamm"), lambda: Local(lr=0), lambda: Local(lr=float("nan")), lambda: Local(epochs=0),
+        lambda: Local(batch_size=-1), lambda: Local(clip=0.0), lambda: Local(prox=-1),
+        lambda: Local("adam", settings={"momentum": 0.9}),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be_meant_are_refused(make):
+    with pytest.raises(OptionError):
+        make()
+
+
+def test_the_paper_preset_sketches_everything_but_the_classifier_with_plain_lengths():
+    from comfetch.models import resnet18
+
+    plan = paper(10).plan(resnet18, 0)
+    lengths = {name: plan[name].length[0] for name in plan}
+    assert lengths["conv1.weight"] == 6
+    assert lengths["layer2.0.downsample.0.weight"] == 12
+    assert lengths["layer4.1.conv2.weight"] == 51
+    assert "fc.weight" not in plan
+    assert {(p.hash, p.scale, p.blocks, p.mode) for p in plan.values()} == {("random", "count", 1, "output")}
+
+
+def test_error_feedback_in_sketch_space_leaves_the_error_small():
+    method = comfetch(space="sketch", server=chain(scale(1.0), error_feedback(top_k(0.1))))
+    server, _, answers = uploads(method)
+    after = method.step(server, answers)
+    assert after.transforms["1.2.weight"].shape == (16, 32)
+    assert after.weights["2.weight"].shape == (64, 32)
