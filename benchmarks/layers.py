@@ -88,16 +88,14 @@ class ProductAlone(nn.Module):
 
     def __init__(self, sketched: nn.Module) -> None:
         super().__init__()
-        self.sketched = sketched
-        self.weight = sketched.weight
+        self.full = (sketched.full,)  # in a tuple, so that it is no submodule
         product: Product = sketched.products["weight"]
         self.parts, self.plan = product.parts, product.plan
-        arranged = product.weight(self.weight.detach())
-        self.kernel = nn.Parameter(arranged.contiguous().clone())
+        self.kernel = nn.Parameter(product.weight(sketched.weight.detach()).contiguous().clone())
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the small product."""
-        full = self.sketched.full
+        (full,) = self.full
         inputs = self.parts * self.kernel.shape[2]
         outputs = self.plan.geometry.outputs * self.plan.geometry.groups
         if isinstance(full, nn.Linear):

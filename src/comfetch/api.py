@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from comfetch.blueprint import Blueprint, blueprint
-from comfetch.convert import swap_empty, swap_fresh, swap_given
+from comfetch.convert import swap, swap_fresh, swap_given
 from comfetch.errors import ModelError, OptionError
 from comfetch.footprint import check_optimiser, count, format_bytes, meta_model
 from comfetch.layers import SketchedLayer, meta_copy
@@ -66,9 +66,7 @@ def sketch(
     return swap_given(built.model, plan) if isinstance(model_or_constructor, nn.Module) else swap_fresh(built, plan)
 
 
-def plan_for(
-    model_or_constructor: nn.Module | Callable[[], nn.Module], settings: Settings
-) -> tuple[Plan, Blueprint]:
+def plan_for(model_or_constructor: nn.Module | Callable[[], nn.Module], settings: Settings) -> tuple[Plan, Blueprint]:
     """Plan a sketch without making it; the blueprint has the model, without its weights if a constructor was given."""
     built = _built(model_or_constructor)
     return _plan(built.model, settings, None, None, "adam"), built
@@ -120,7 +118,7 @@ def _plan_for_budget(model: nn.Module, settings: Settings, budget: int, batch: A
 
     def fits(compression: float) -> bool:
         plan = make_plan(model, replace(settings, compression=compression))
-        small = swap_empty(Blueprint(meta_copy(model)), plan)
+        small = swap(meta_copy(model), plan, lambda *_: None)
         cost[compression] = (count(meta_model(small), batch, optimiser).total, plan)
         return cost[compression][0] <= budget
 

@@ -2,24 +2,27 @@
 
 Layers of torch make their weights with `torch.empty` and then initialise them in place. Inside `blueprint`, `torch.empty`
 gives meta tensors, and each in-place write to one is noted, to be played again later on a tensor that really exists: on the
-kept parameters as they are, on the sketched ones in their small shape. Buffers such as masks and rotary tables come from
-other functions (`arange`, `ones`, …), so they are real, persistent or not.
+kept parameters as they are, on the sketched ones in their small shape. Copies take the notes along. Buffers such as masks
+and rotary tables come from other functions (`arange`, `ones`, …), so they are real, persistent or not.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from comfetch.errors import OptionError
+from comfetch.errors import ModelError, OptionError
 
 aten = torch.ops.aten
 _EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default, aten.empty_like.default}
+_COPY = {aten.clone.default, aten._to_copy.default}
 _OVERWRITE = {"uniform_", "normal_", "fill_", "zero_", "copy_", "bernoulli_", "exponential_"}
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -39,6 +42,7 @@ class Blueprint:
 
     model: nn.Module
     writes: dict[int, list[Write]] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)  # storages that hold something that cannot be played again
     alive: list[Any] = field(default_factory=list)
 
     def initialise(self, like: Tensor, target: Tensor) -> bool:
@@ -48,12 +52,21 @@ class Blueprint:
         """
         writes = self.writes.get(_storage(like), [])
         same = like.shape == target.shape
-        if not writes or not (same or all(w.elementwise and w.size == tuple(like.shape) for w in writes)):
+        if (
+            not writes
+            or _storage(like) in self.lost
+            or not (same or all(w.elementwise and w.size == tuple(like.shape) for w in writes))
+        ):
             return False
         with torch.no_grad():
             for write in writes:
                 write.apply(target.as_strided(write.size, write.stride, write.offset) if same else target)
         return True
+
+    def forget_row(self, like: Tensor, row: int) -> None:
+        """Forget what was written to one row alone (the zeros of a padding index)."""
+        writes = self.writes.get(_storage(like), [])
+        writes[:] = [w for w in writes if (w.size, w.offset) != (tuple(like.shape[1:]), row * like.stride(0))]
 
 
 class _Recorder(TorchDispatchMode):
@@ -63,52 +76,85 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in _EMPTY:
+        copies = func in _COPY and args[0].is_meta
+        if func in _EMPTY or (copies and kwargs.get("device") is not None):
             kwargs["device"] = torch.device("meta")
         result = func(*args, **kwargs)
+        if copies:
+            self.inherit(args[0], result)
         name = func._schema.name.split("::")[-1]
         if name.endswith("_") and not name.endswith("__") and isinstance(args[0], Tensor) and args[0].is_meta:
             others = [*args[1:], *kwargs.values()]
-            replayable = not any(isinstance(x, Tensor) and x.is_meta for x in others)
             elementwise = not any(isinstance(x, Tensor) and x.ndim for x in others)
-            self.note(args[0], lambda t: func(t, *args[1:], **kwargs), name in _OVERWRITE, elementwise, replayable)
+            self.note(
+                args[0], lambda t: func(t, *args[1:], **kwargs), name in _OVERWRITE, elementwise, _all_real(others)
+            )
+        out = kwargs.get("out")
+        if isinstance(out, Tensor) and out.is_meta:
+            self.note(out, lambda t: func(*args, **{**kwargs, "out": t}), True, False, _all_real(args))
         return result
 
     def note(
         self, tensor: Tensor, apply: Callable[[Tensor], Any], overwrites: bool, elementwise: bool = True,
         replayable: bool = True,
     ) -> None:  # fmt: skip
-        """Note one write; one that cannot be played again leaves the tensor without a history."""
+        """Note one write; after one that cannot be played again, the tensor is lost until it is overwritten."""
+        writes, lost = self.writes(tensor), self.blueprint.lost
+        whole = _is_whole(tensor)
+        if not replayable:
+            lost.add(_storage(tensor))
+            return
+        if overwrites and whole:
+            writes.clear()
+            lost.discard(_storage(tensor))
+        size, stride = tuple(tensor.shape), tuple(tensor.stride())
+        writes.append(Write(apply, size, stride, int(tensor.storage_offset()), elementwise and whole))
+
+    def inherit(self, tensor: Tensor, copy: Tensor) -> None:
+        """Take the notes along to a copy. Random values will be drawn anew for it: alike, not the same."""
+        if _is_whole(tensor) and tensor.stride() == copy.stride():
+            self.writes(copy).extend(self.writes(tensor))
+            if _storage(tensor) in self.blueprint.lost:
+                self.blueprint.lost.add(_storage(copy))
+
+    def writes(self, tensor: Tensor) -> list[Write]:
+        """Return the notes on a tensor's storage."""
         storage = _storage(tensor)
         if storage not in self.blueprint.writes:
             self.blueprint.alive.append(tensor.untyped_storage())  # else its address could be used again
-        writes = self.blueprint.writes.setdefault(storage, [])
-        size = tuple(tensor.shape)
-        whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-        if (overwrites and whole) or not replayable:
-            writes.clear()
-        if replayable:
-            write = Write(apply, size, tuple(tensor.stride()), tensor.storage_offset(), elementwise and whole)
-            writes.append(write)
+        return self.blueprint.writes.setdefault(storage, [])
 
-    def truncated_normal(
-        self, tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
-    ) -> Tensor:
-        """Stand in for torch's, which does nothing at all on the meta device."""
-        original = self.original_truncated_normal
-        if not tensor.is_meta:
-            return original(tensor, mean, std, a, b, generator)
-        self.note(tensor, lambda t: original(t, mean, std, a, b, generator), overwrites=True)
-        return tensor
 
-    original_truncated_normal = staticmethod(nn.init._no_grad_trunc_normal_)
+class _Initialisers(TorchFunctionMode):
+    """Note the functions of `nn.init` that ask a tensor for `is_meta`, and then do nothing."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        caller = sys._getframe(1)
+        if result is True and func == _IS_META and caller.f_globals is vars(nn.init):
+            name, names = caller.f_code.co_name, caller.f_code.co_varnames[1 : caller.f_code.co_argcount]
+            arguments = {n: caller.f_locals[n] for n in names}
+            elementwise = name == "_no_grad_trunc_normal_"
+            self.recorder.note(args[0], lambda t: getattr(nn.init, name)(t, **arguments), True, elementwise)
+        return result
 
 
 def blueprint(constructor: Callable[[], nn.Module]) -> Blueprint:
     """Call a model's constructor without its weights coming into existence."""
     result = Blueprint(nn.Module())
-    with _recording(result):
-        model = constructor()
+    recorder = _Recorder(result)
+    try:
+        with recorder, _Initialisers(recorder):
+            model = constructor()
+    except (NotImplementedError, RuntimeError) as error:
+        raise ModelError(
+            f"The constructor cannot be called without the weights coming into existence. ({error}) "
+            "Give sketch() a model instead."
+        ) from error
     if not isinstance(model, nn.Module):
         raise OptionError(f"{constructor!r} returned a {type(model).__name__}, not a torch.nn.Module.")
     result.model = model
@@ -126,16 +172,12 @@ def materialise(plan: Blueprint, parameter: Tensor, name: str, problems: list[st
     return value
 
 
-@contextlib.contextmanager
-def _recording(result: Blueprint) -> Iterator[None]:
-    recorder = _Recorder(result)
-    init: Any = nn.init
-    init._no_grad_trunc_normal_ = recorder.truncated_normal
-    try:
-        with recorder:
-            yield
-    finally:
-        init._no_grad_trunc_normal_ = _Recorder.original_truncated_normal
+def _all_real(values: Any) -> bool:
+    return not any(isinstance(x, Tensor) and x.is_meta for x in values)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _storage(tensor: Tensor) -> int:

@@ -19,7 +19,7 @@ class Planned:
 
 
 def plan_runs(tomls: Path, runs: Path) -> list[Planned]:
-    """Read all experiments `tomls/*.toml`, whose runs are in `runs`; raise all problems at once, before anything is run."""
+    """Read the experiments `tomls/*.toml`, whose runs are in `runs`; raise all problems before anything is run."""
     paths = sorted(tomls.glob("*.toml"))
     if not paths:
         raise RunError(f"{tomls} holds no TOML files. Give the folder of the experiments.")

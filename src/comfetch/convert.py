@@ -30,6 +30,8 @@ def swap(model: nn.Module, plan: Plan, fill: Fill, kept: dict[int, Any] | None =
             continue
         prefix = f"{name}." if name else ""
         local = {w.removeprefix(prefix): p for w, p in plan.items() if w.startswith(prefix)}
+        if not local:
+            continue
         recipe = REGISTRY[type(layer)](layer)
         if not isinstance(recipe, Recipe) or not set(recipe.weights) <= set(local):
             continue
@@ -92,6 +94,9 @@ def swap_fresh(built: Blueprint, plan: Plan) -> nn.Module:
                 _undo_median(target)
             target.mul_(weight_plan.fresh_factor().to(target))
 
+    for module in built.model.modules():
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            built.forget_row(module.weight, module.padding_idx)  # set below, where the index has a row of its own
     result = swap(built.model, plan, fill, _materialised(built, plan, problems))
     if problems:
         raise ModelError.of(problems)
@@ -113,10 +118,16 @@ def swap_empty(built: Blueprint, plan: Plan) -> nn.Module:
             target.fill_(torch.nan)
 
     kept: dict[int, Any] = {}
-    for tensor in [*built.model.parameters(), *built.model.buffers()]:
-        if tensor.is_meta and id(tensor) not in kept:
-            value = torch.full_like(tensor, torch.nan, device="cpu")
-            kept[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    for parameter in built.model.parameters():
+        if parameter.is_meta:
+            value = torch.full_like(parameter, torch.nan, device="cpu")
+            kept[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+    for buffer in built.model.buffers():  # those that are not persistent will not be received
+        if buffer.is_meta:
+            value = torch.zeros_like(buffer, device="cpu")
+            if not built.initialise(buffer, value) and value.is_floating_point():
+                value.fill_(torch.nan)
+            kept[id(buffer)] = value
     return swap(built.model, plan, fill, kept)
 
 

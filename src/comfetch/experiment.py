@@ -39,6 +39,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Options that a preset sets; what the user gives besides goes before it."""
 
 
+LARGEST = 1e30
+"""Floating point options beyond it are no choice: weights have 32 bits."""
 TASK, SKETCH, FEDERATION, CLIENTS, SERVER, DRAWS = (
     "Task and model", "Sketch", "Federation", "Local training", "Server", "Random numbers",
 )  # fmt: skip
@@ -143,7 +145,7 @@ class Experiment:
             steps.append(momentum(self.server_momentum, masked=self.factor_masking))
         rate = self.server_lr if self.server_lr is not None else self.lr if self.uploads == "gradient" else None
         if self.server_optimiser != "none":
-            steps.append(adaptive(self.server_optimiser, **({} if rate is None else {"rate": rate})))
+            steps.append(adaptive(self.server_optimiser) if rate is None else adaptive(self.server_optimiser, rate))
         elif rate is not None:
             steps.append(scale(rate))
         if self.top_k is not None:
@@ -184,6 +186,8 @@ class Experiment:
         def started(federation: Federation, server: Server, history: list[Record]) -> None:
             if out is not None:
                 records.check_data(out, task.checksum)
+                if server.round < self.rounds:
+                    records.remove_final(out)
                 sizes = {side: dataclasses.asdict(b) for side, b in self.footprint(federation, server).items()}
                 records.write_json(out / records.FOOTPRINT, sizes)
             if on_start is not None:
@@ -208,9 +212,7 @@ class Experiment:
             made: torch.optim.Optimizer = OPTIMISERS[local.optimiser](parameters, lr=local.lr, **local.settings)
             return made
 
-        return {
-            side: count(meta_model(model, full=side == "full"), inputs, optimiser) for side in ("full", "sketched")
-        }
+        return {side: count(meta_model(model, full=side == "full"), inputs, optimiser) for side in ("full", "sketched")}
 
 
 def read_experiment(path: Path, changes: Mapping[str, Any] | None = None) -> Experiment:
@@ -224,9 +226,12 @@ def read_experiment(path: Path, changes: Mapping[str, Any] | None = None) -> Exp
 def _check_type(name: str, value: Any, wanted: Any) -> None:
     kinds = typing.get_args(wanted) or (wanted,)
     accepted = tuple(kind for kind in (*kinds, *((int,) if float in kinds else ())))
-    if isinstance(value, accepted) and (bool in kinds or not isinstance(value, bool)):
-        return
-    raise OptionError(f"{name}={value!r} is not of type {kinds[0].__name__}.")
+    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in kinds):
+        raise OptionError(f"{name}={value!r} is not of type {kinds[0].__name__}.")
+    if isinstance(value, float) and not abs(value) < LARGEST:
+        raise OptionError(f"{name}={value!r} is not a number below {LARGEST:g}.")
+    if isinstance(value, int) and not abs(value) < 2 ** (64 if name == "key" else 63):
+        raise OptionError(f"{name}={value!r} has more than 64 bits.")
 
 
 def _whole(name: str, text: str) -> int:

@@ -9,6 +9,7 @@ from comfetch.plots import accuracy_curves, colour, footprint_bars, partition_pi
 from comfetch.report import NOTE, Group, Run, table
 
 MOST_PARTITIONS = 4
+"""Runs of many seeds have many partitions, which look alike: the first ones are drawn."""
 CSS = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #22262c; --soft: #5d6570; --line: #dfe3e8; --panel: #f6f8fa }
 @media (prefers-color-scheme: dark) {
@@ -23,7 +24,8 @@ p { color: var(--soft); margin: .4rem 0; max-width: 60rem }
 table { border-collapse: collapse; width: 100%; font-size: .92rem; font-variant-numeric: tabular-nums }
 th, td { padding: .45rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line) }
 th { font-weight: 600; color: var(--soft); background: var(--panel) }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--paper) }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--paper);
+  white-space: normal; min-width: 8.5rem }
 th:first-child { background: var(--panel) } tr:last-child td { border-bottom: 0 }
 i.dot { display: inline-block; width: .75em; height: .75em; border-radius: 50%; margin-right: .5em }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); gap: 1rem }
@@ -47,8 +49,7 @@ def to_html(groups: Sequence[Group]) -> str:
         _table(groups),
         f"<p>{escape(NOTE)}</p>",
         _curves(groups),
-        _partitions(groups),
-        _footprints(groups),
+        _clients(groups),
         _options(groups),
     ]
     return (
@@ -82,6 +83,12 @@ def _curves(groups: Sequence[Group]) -> str:
     return f'<h2>Curves</h2>\n<ul class="key">{key}</ul>\n<div class="figures">{figures}</div>'
 
 
+def _clients(groups: Sequence[Group]) -> str:
+    """Draw what clients have: examples and memory."""
+    figures = _partitions(groups) + _footprints(groups)
+    return f'<h2>Clients</h2>\n<div class="figures">{figures}</div>' if figures else ""
+
+
 def _partitions(groups: Sequence[Group]) -> str:
     """Draw each different partition once."""
     different: dict[str, Run] = {}
@@ -89,15 +96,10 @@ def _partitions(groups: Sequence[Group]) -> str:
         for run in group.runs:
             if run.partition:
                 different.setdefault(json.dumps(run.partition), run)
-    if not different:
-        return ""
-    figures = "".join(
+    return "".join(
         _figure(to_svg(partition_picture(**run.partition), f"partition{number}"), _describe_partition(run))
         for number, run in enumerate([*different.values()][:MOST_PARTITIONS])
     )
-    left = len(different) - MOST_PARTITIONS
-    more = f"<p>{left} more partitions are not drawn.</p>" if left > 0 else ""
-    return f'<h2>Partition</h2>\n<div class="figures">{figures}</div>{more}'
 
 
 def _describe_partition(run: Run) -> str:
@@ -114,8 +116,7 @@ def _footprints(groups: Sequence[Group]) -> str:
     bars = {label: sizes["sketched"] for label, sizes in found.items() if sizes["sketched"] not in full.values()}
     fulls = [("full model" if len(full) == 1 else f"full model {n}", s) for n, s in enumerate(full.values(), 1)]
     svg = to_svg(footprint_bars(dict(fulls) | bars), "footprint")
-    caption = _figure(svg, "Predicted peak of one training step on a client, by kind")
-    return f'<h2>Footprint</h2>\n<div class="figures">{caption}</div>'
+    return _figure(svg, "Predicted peak of one training step on a client, by kind")
 
 
 def _options(groups: Sequence[Group]) -> str:

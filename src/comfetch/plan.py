@@ -118,9 +118,9 @@ class WeightPlan:
 
     def lift(self, update: Tensor) -> Tensor:
         """ΔW = A⁺ ΔS, the smallest change of W whose sketch is ΔS."""
+        self._expect(update, self.small_shape, "small")
         if self.rows == 1:
             return self._map("lift", update, 0)
-        self._expect(update, self.small_shape, "small")
         return sketching.solve_least(self.sketch, self.lift_gradient, update)
 
     def lift_gradient(self, gradient: Tensor) -> Tensor:
@@ -175,13 +175,14 @@ class WeightPlan:
         return factor
 
     def load_power(self, power: float) -> Tensor:
-        """Return the product of the loads of each small element's buckets to a power, in the small shape."""
+        """Return the product of the loads of each small element's buckets to a power; empty buckets give 0."""
         ones = torch.ones((), dtype=torch.float64)
         rows = []
         for row in range(self.rows):
             total = ones.expand(self._one_row().small_shape)
             for side in self.sides:
-                load = self._sketcher(side, row, torch.device("cpu")).load[:, :, None] ** power
+                load = self._sketcher(side, row, torch.device("cpu")).load[:, :, None]
+                load = torch.where(load > 0, load.clamp(min=1) ** power, 0.0)
                 total = total * self._one_row().join(load.expand(*load.shape[:2], self._other(side)), side)
             rows.append(total)
         return torch.stack(rows) if self.rows > 1 else rows[0]
@@ -310,7 +311,9 @@ class Plan(Mapping[str, WeightPlan]):
             if data["version"] != 1:
                 raise MismatchError(f"The plan has version {data['version']}; this comfetch reads version 1.")
             return cls({k: WeightPlan.from_json(v) for k, v in data["weights"].items()}, data["kept"])
-        except (KeyError, TypeError, IndexError, AttributeError, json.JSONDecodeError) as error:
+        except MismatchError:
+            raise
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             raise MismatchError(f"Not a plan: {error!r} while reading it.") from error
 
     def __str__(self) -> str:

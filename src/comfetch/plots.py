@@ -26,12 +26,19 @@ INK = "#3a3f47"
 """Lines and text; in SVG it is replaced by the colour of the page's text."""
 COLOURS = ("#4c8fd6", "#e0803c", "#35a777", "#cf5f92", "#9470d0", "#b3962a", "#2fa9b5", "#8c8f96")
 """Chosen to be seen on white and on black."""
-KINDS = ("weights", "gradients", "optimiser", "buffers", "activations")
-STYLE: dict[str, Any] = {
+KINDS = {
+    "weights": "#2c6aa8",
+    "gradients": "#5797d1",
+    "optimiser": "#93bde4",
+    "buffers": "#8d8f94",
+    "activations": "#d0a553",
+}
+"""What a client's memory is used for, each with its colour."""
+STYLE: dict[Any, Any] = {
     "axes.edgecolor": INK, "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": INK, "grid.alpha": 0.15,
     "grid.linewidth": 0.8, "font.size": 11, "axes.titlesize": 12, "figure.constrained_layout.use": True,
-    "svg.fonttype": "none", "legend.frameon": False,
+    "svg.fonttype": "none", "legend.frameon": False, "axes.axisbelow": True,
 }  # fmt: skip
 
 
@@ -41,9 +48,9 @@ def colour(number: int) -> str:
 
 
 def accuracy_curves(groups: Sequence["Group"], against: str, legend: bool = False) -> Figure:
-    """Draw test accuracy against `rounds`, `bytes` (down and up, summed) or `seconds`, with a band of ± sd over seeds."""
+    """Draw test accuracy against `rounds`, `bytes` (down and up) or `seconds`, with a band of ± sd over seeds."""
     with mpl.rc_context(STYLE):
-        figure, axes = _figure(5.6, 3.9)
+        figure, axes = _figure(4.6, 3.4)
         for number, group in enumerate(groups):
             x, y = _positions(group, against), 100 * np.array(group.series("accuracy"))
             mean = y.mean(0)
@@ -78,7 +85,7 @@ def partition_picture(counts: Sequence[Sequence[int]], labels: Sequence[str] = (
     grid = np.asarray(counts)
     names = list(labels) or [str(label) for label in range(grid.shape[1])]
     with mpl.rc_context({**STYLE, "axes.grid": False}):
-        figure, axes = _figure(5.6, min(6.0, max(2.2, 1.2 + 0.22 * len(grid))))
+        figure, axes = _figure(5.0, min(6.0, max(2.2, 1.2 + 0.22 * len(grid))))
         image = axes.imshow(grid, cmap="Blues", aspect="auto", vmin=0, interpolation="nearest")
         axes.set(xlabel="label", ylabel="client")
         if len(names) <= 20:
@@ -86,7 +93,7 @@ def partition_picture(counts: Sequence[Sequence[int]], labels: Sequence[str] = (
             axes.set_xticks(range(len(names)), names, rotation=45 if long else 0, ha="right" if long else "center")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         bar = figure.colorbar(image, ax=axes, label="examples")
-        bar.outline.set_visible(False)  # type: ignore[operator]
+        bar.outline.set_visible(False)
         if grid.size <= 120:
             _write_counts(axes, grid)
     return figure
@@ -102,17 +109,18 @@ def _write_counts(axes: "Axes", grid: Any) -> None:
 def footprint_bars(footprints: Mapping[str, Mapping[str, int]]) -> Figure:
     """Draw the bytes of a client's training step by kind, one bar for each name."""
     with mpl.rc_context(STYLE):
-        figure, axes = _figure(5.6, 1.3 + 0.42 * len(footprints))
+        figure, axes = _figure(5.0, 1.3 + 0.55 * len(footprints))
         left = np.zeros(len(footprints))
-        for number, kind in enumerate(KINDS):
+        for kind, shade in KINDS.items():
             sizes = np.array([found.get(kind, 0) for found in footprints.values()], dtype=float)
-            axes.barh(list(footprints), sizes, left=left, color=colour(number), label=kind, height=0.62)
+            axes.barh(range(len(sizes)), sizes, left=left, color=shade, label=kind, height=0.45)
             left += sizes
-        for place, total in enumerate(left):
-            axes.annotate(format_bytes(total), (total, place), (4, 0), textcoords="offset points", va="center", fontsize=9)
-        axes.invert_yaxis()
+        for place, (name, total) in enumerate(zip(footprints, left, strict=True)):
+            text = f"{name}: {format_bytes(total)}"
+            axes.annotate(text, (0, place - 0.26), (2, 0), textcoords="offset points", va="bottom", fontsize=10)
+        axes.set_yticks([])
+        axes.set_ylim(len(footprints) - 0.6, -0.8)
         axes.grid(axis="y", visible=False)
-        axes.margins(x=0.14)
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: format_bytes(n)))
         figure.legend(loc="outside lower center", ncols=3, fontsize=10)
@@ -139,7 +147,7 @@ def to_png(figure: Figure, path: Path) -> None:
     """Write a figure as a PNG file."""
     beside = path.with_name(f".{path.name}.part")
     try:
-        figure.savefig(beside, format="png", dpi=150)
+        figure.savefig(beside, format="png", dpi=180)
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)

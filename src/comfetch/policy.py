@@ -53,8 +53,10 @@ class Settings:
             raise OptionError(f"blocks={self.blocks!r} is neither 'auto' nor a whole number of at least 1.")
         if self.compression is not None:
             check_compression(self.compression)
-        if isinstance(self.length, int) and not _is_count(self.length):
-            raise OptionError(f"length={self.length!r} is below 1. It is the number of rows of each small weight.")
+        if self.length is not None and not isinstance(self.length, Mapping) and not _is_count(self.length):
+            raise OptionError(
+                f"length={self.length!r} is not a whole number of at least 1, nor a mapping from layer name to one."
+            )
 
 
 def check_compression(compression: float) -> None:
@@ -62,9 +64,7 @@ def check_compression(compression: float) -> None:
     if isinstance(compression, bool) or not isinstance(compression, int | float) or not math.isfinite(compression):
         raise OptionError(f"compression={compression!r} is not a number.")
     if compression < 1:
-        raise OptionError(
-            f"compression={compression:g} is below 1. It is a factor: 4 means four times smaller."
-        )
+        raise OptionError(f"compression={compression:g} is below 1. It is a factor: 4 means four times smaller.")
 
 
 @dataclass
@@ -140,7 +140,7 @@ def find_candidates(
         elif isinstance(layer, tuple(REGISTRY)):
             parent = next(t.__name__ for t in REGISTRY if isinstance(layer, t))
             kept[name] = f"{type(layer).__name__} is a subclass of {parent}; sketch it by register_layer"
-            size = sum(p.numel() for p in layer.parameters(recurse=False))
+            size = sum(p.numel() for p in layer.parameters())
             if size >= SMALLEST and not _matches(name, skipped):
                 warnings.warn(f"{name} stays full: {kept[name]}, or name it in skip.", stacklevel=4)
         if inside and inside[-1] == "":
@@ -205,7 +205,9 @@ def _is_shortcut(candidate: Candidate, candidates: list[Candidate]) -> bool:
     scope = candidate.name
     while scope:
         scope = scope.rpartition(".")[0]
-        block = [c for c in candidates if is_conv(c) and c is not candidate and c.name.startswith(scope and scope + ".")]
+        block = [
+            c for c in candidates if is_conv(c) and c is not candidate and c.name.startswith(scope and scope + ".")
+        ]
         if block:
             first, last = block[0].layer, block[-1].layer
             ends = (first.in_channels, last.out_channels)
@@ -226,6 +228,18 @@ def _keep_ties_together(
         f"{c.name}.{weight}" if c.name else weight: c
         for c in candidates if isinstance(c.recipe, Recipe) for weight in c.recipe.weights
     }  # fmt: skip
+    by_other = {
+        f"{c.name}.{other}" if c.name else other: c
+        for c in candidates if isinstance(c.recipe, Recipe)
+        for other, _ in c.layer.named_parameters() if other not in c.recipe.weights
+    }  # fmt: skip
+    for names in owners.values():
+        for name in names if len(names) > 1 else []:
+            if name in by_other and by_other[name].name not in reasons:
+                others = ", ".join(n for n in names if n != name)
+                reasons[by_other[name].name] = f"its {name.rpartition('.')[2]} is also {others}"
+                if only is not None:
+                    problems.append(f"{by_other[name].name}: {reasons[by_other[name].name]}. Leave it full: skip it.")
     for names in owners.values():
         tied = [by_weight[n] for n in names if n in by_weight]
         if len(names) < 2 or not tied or all(c.name in reasons for c in tied):
@@ -262,15 +276,16 @@ def _plan_layer(
 ) -> None:
     """Plan every weight of one layer, under all of its names."""
     assert isinstance(candidate.recipe, Recipe)
-    for weight, geometry in candidate.recipe.weights.items():
+    geometries = candidate.recipe.weights
+    if isinstance(settings.length, int) and not any(_is_shortened(g, settings) for g in geometries.values()):
+        kept[candidate.name] = f"length {settings.length} is not below its size"
+        return
+    for weight, geometry in geometries.items():
         names = [f"{name}.{weight}" if name else weight for name in candidate.names]
         try:
-            lengths = _lengths(candidate.name, geometry, settings)
+            lengths = _lengths(candidate.names, geometry, settings)
         except OptionError as error:
             problems.append(f"{names[0]}: {error}")
-            continue
-        if lengths is None:
-            kept[candidate.name] = f"length {settings.length} is not below its size"
             continue
         plan = WeightPlan(
             geometry=geometry, mode=settings.mode, length=lengths, rows=settings.rows,
@@ -280,23 +295,31 @@ def _plan_layer(
         weights.update(dict.fromkeys(names, plan))
 
 
-def _lengths(name: str, geometry: Geometry, settings: Settings) -> tuple[int, int] | None:
-    """Return the lengths of the output and input mode, or None if a general length does not shorten this weight."""
+def _is_shortened(geometry: Geometry, settings: Settings) -> bool:
+    """Tell whether a length for all layers fits into a sketched mode of this weight."""
+    assert isinstance(settings.length, int)
+    sizes = {"output": geometry.outputs, "input": geometry.inputs, "both": max(geometry.outputs, geometry.inputs)}
+    return settings.length <= sizes[settings.mode]
+
+
+def _lengths(names: list[str], geometry: Geometry, settings: Settings) -> tuple[int, int]:
+    """Return the lengths of the output and input mode. A length for all layers is at most a mode's size."""
     sizes = (geometry.outputs, geometry.inputs)
     sketched = (settings.mode != "input", settings.mode != "output")
+    wanted: tuple[Any, ...]
     if settings.length is None:
         factor = settings.compression or 1.0
         if settings.mode == "both":
             factor = math.sqrt(factor)
         exact = settings.policy == "paper"
         wanted = tuple(shorten(size, factor, exact) for size in sizes)
+    elif isinstance(settings.length, int):
+        wanted = tuple(min(size, settings.length) for size in sizes)
     else:
-        given: Any = settings.length
-        if isinstance(given, Mapping):
-            given = next(v for pattern, v in given.items() if fnmatch.fnmatch(name, pattern))
-        elif all(size < given for size, yes in zip(sizes, sketched, strict=True) if yes):
-            return None
-        wanted = given if isinstance(given, tuple) else (given, given)
+        given = [v for pattern, v in settings.length.items() if any(fnmatch.fnmatch(n, pattern) for n in names)]
+        if not given:
+            raise OptionError("length says nothing about it. Name it there, too, or leave it out of only.")
+        wanted = given[0] if isinstance(given[0], tuple) else (given[0], given[0])
         for size, length, side, yes in zip(sizes, wanted, ("outputs", "inputs"), sketched, strict=True):
             if yes and not (_is_count(length) and length <= size):
                 raise OptionError(f"length {length!r} is not between 1 and {size}, the number of its {side}.")

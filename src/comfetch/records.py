@@ -4,6 +4,7 @@ Every file is complete or absent at any moment: it is written beside and renamed
 checkpoint when a run goes on.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -30,7 +31,7 @@ FINAL = ("full.safetensors", "sketched.safetensors")
 
 
 def open_folder(folder: Path, options: Mapping[str, Any], resume: bool) -> None:
-    """Make a run folder and write its options; refuse one that holds another configuration, or a run not to be resumed."""
+    """Make a run folder and write its options; refuse one with another configuration, or a run not to be resumed."""
     path = folder / OPTIONS
     if path.exists():
         check_folder(folder, options)
@@ -41,7 +42,7 @@ def open_folder(folder: Path, options: Mapping[str, Any], resume: bool) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunError(f"{folder}: cannot be made. {error}") from error
+        raise RunError(f"{folder}: cannot be made. {error.strerror}.") from error
     _remove_leftovers(folder)
     write_text(path, format_toml(options))
 
@@ -55,12 +56,20 @@ def check_folder(folder: Path, options: Mapping[str, Any]) -> None:
         raise RunError(f"{folder} holds a run of another configuration ({changes}). Choose another --out.")
     done = rounds_done(folder)
     if done > options.get("rounds", done):
-        raise RunError(f"{folder} holds {done} rounds already, more than rounds={options['rounds']}. Choose another --out.")
+        raise RunError(
+            f"{folder} holds {done} rounds already, more than rounds={options['rounds']}. Choose another --out."
+        )
 
 
 def rounds_done(folder: Path) -> int:
     """Return the number of the last round on record."""
     return max((record["round"] for record in read_rounds(folder)), default=0)
+
+
+def remove_final(folder: Path) -> None:
+    """Remove the final models of a run that goes on: those of an earlier round must not pass for the last."""
+    for name in FINAL:
+        (folder / name).unlink(missing_ok=True)
 
 
 def finished(folder: Path, rounds: int) -> bool:
@@ -122,7 +131,8 @@ def append_round(folder: Path, record: Mapping[str, Any]) -> None:
                 if file.write(line) != len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
-                file.truncate(before)
+                with contextlib.suppress(OSError):
+                    file.truncate(before)
                 raise
             os.fsync(file.fileno())
     except OSError as error:
@@ -194,7 +204,7 @@ def write_text(path: Path, text: str) -> None:
         os.replace(beside, path)
     except OSError as error:
         beside.unlink(missing_ok=True)
-        raise RunError(f"{path}: cannot be written. {error}") from error
+        raise RunError(f"{path}: cannot be written. {error.strerror}.") from error
 
 
 def read_options(path: Path) -> dict[str, Any]:

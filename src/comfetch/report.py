@@ -1,4 +1,4 @@
-"""Gather run folders, average what differs in its random numbers only, and write the table: Markdown, CSV, or a page."""
+"""Gather run folders, average what differs in random numbers only, and write the table: Markdown, CSV, or a page."""
 
 import csv
 import io
@@ -14,8 +14,8 @@ from comfetch.experiment import DRAWS, SKETCH, Experiment
 from comfetch.footprint import format_bytes
 
 OPTIONS = Experiment.__dataclass_fields__
-SET_APART = ("method", "compression", "rounds")
-"""Options that are not listed in a label: the first two begin it, and runs of one comparison may be of any length."""
+FIRST = ("method", "compression")
+"""Options that a label begins with."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ COLUMNS = (
     Column("accuracy_full", "server's W %", lambda run: run.last("accuracy_full"), lambda x: f"{100 * x:.1f}"),
     Column("bytes_down", "down", lambda run: run.total("bytes_down"), format_bytes),
     Column("bytes_up", "up", lambda run: run.total("bytes_up"), format_bytes),
-    Column("client_memory", "client memory", lambda run: run.best("client_memory"), format_bytes),
+    Column("client_memory", "memory", lambda run: run.best("client_memory"), format_bytes),
     Column("seconds", "seconds", lambda run: run.total("seconds"), lambda x: f"{x:.1f}"),
 )
 
@@ -110,9 +110,9 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Put together what differs in seed and key only, and call each group by what sets it apart."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(repr(sorted(_relevant(run.options).items())), []).append(run)
-    members = [_relevant(group[0].options) for group in groups.values()]
-    names = list(dict.fromkeys(name for options in members for name in options if name not in SET_APART))
+        groups.setdefault(repr(sorted(relevant(run.options).items())), []).append(run)
+    members = [relevant(group[0].options) for group in groups.values()]
+    names = list(dict.fromkeys(name for options in members for name in options if name not in FIRST))
     apart = [name for name in names if len({str(options[name]) for options in members if name in options}) > 1]
     made = [Group(label(options, apart), group) for options, group in zip(members, groups.values(), strict=True)]
     return sorted(made, key=lambda group: (_compression(group.runs[0].options), group.label))
@@ -126,14 +126,22 @@ def label(options: dict[str, Any], apart: Sequence[str] = ()) -> str:
     """
     method = options.get("method", "run")
     first = f"{method} {options['compression']:g}×" if "compression" in options else method
-    return ", ".join([first, *(f"{name.replace('_', ' ')} {options[name]}" for name in apart if name in options)])
+    return ", ".join([first, *(_words(name, options[name]) for name in apart if name in options)])
 
 
-def table(groups: Sequence[Group]) -> list[list[str]]:
-    """Write the table: a header, and a row for each group with mean ± sd over its seeds."""
-    rows = [["run", "seeds", *(column.title for column in COLUMNS)]]
+def _words(name: str, value: Any) -> str:
+    spoken = name.replace("_", " ")
+    if isinstance(value, bool):
+        return spoken if value else f"no {spoken}"
+    return f"{spoken} {value}"
+
+
+def table(groups: Sequence[Group], shown: Sequence[str] = ()) -> list[list[str]]:
+    """Write the table, or the columns `shown`: a header, and a row for each group with mean ± sd over its seeds."""
+    columns = [column for column in COLUMNS if not shown or column.name in shown]
+    rows = [["run", "seeds", *(column.title for column in columns)]]
     for group in groups:
-        cells = [_cell(column, *group.values(column.measure)) for column in COLUMNS]
+        cells = [_cell(column, *group.values(column.measure)) for column in columns]
         rows.append([group.label, str(len(group.runs)), *cells])
     return rows
 
@@ -146,8 +154,8 @@ def to_markdown(groups: Sequence[Group]) -> str:
 
 
 NOTE = (
-    "Accuracy of what clients run, in the last round; ± is the standard deviation over seeds. Bytes are totals over all "
-    "rounds and clients; client memory is the measured peak of the largest client."
+    "Accuracy of what clients run, in the last round; ± is the standard deviation over seeds. Bytes are totals over "
+    "all rounds and clients; memory is the measured peak of the largest client."
 )
 
 
@@ -183,7 +191,7 @@ def write_report(paths: Iterable[Path], out: Path) -> list[Group]:
     return groups
 
 
-def _relevant(options: dict[str, Any]) -> dict[str, Any]:
+def relevant(options: dict[str, Any]) -> dict[str, Any]:
     """Leave out what two runs of a group may differ in, and what full clients do not heed."""
     ignored = {DRAWS, SKETCH} if options.get("method") == "fedavg" else {DRAWS}
     return {n: v for n, v in options.items() if n not in OPTIONS or OPTIONS[n].metadata["group"] not in ignored}

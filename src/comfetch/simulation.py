@@ -132,11 +132,11 @@ class Federation:
                 trained = self.method.train(model, self.data[client.id], memory, seed)
             answer = self.method.upload(message, trained, memory)
             up += answer.nbytes
-            losses.append((trained.loss, client.examples))
             upload = Upload(client, answer)
             try:
                 check_upload(upload, message, server.trained)
                 uploads.append(upload)
+                losses.append((trained.loss, client.examples))
             except UploadError as error:
                 refused.append(str(error))
         if not uploads:
@@ -243,9 +243,11 @@ def simulate(
         seed: for data and initial weights; the hashes and the choice of clients follow the method's key.
         out: folder for records and checkpoints; with `resume`, a run that was cut goes on there, bit for bit.
         options: what `run.toml` keeps besides, to tell runs apart. on_start: called before the first round, with the
-            federation, the server's state and the records of rounds run before. on_round: called with each round's record.
+            federation, the server's state and the records of rounds run before. on_round: called with each record.
     """
-    federation = make_federation(method, task, model, clients, fraction, partition, alpha, unequal, seed, device, data_dir)
+    federation = make_federation(
+        method, task, model, clients, fraction, partition, alpha, unequal, seed, device, data_dir
+    )
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
         raise OptionError(f"rounds={rounds!r} is not a whole number of at least 1.")
     folder = None if out is None else Path(out)
@@ -255,8 +257,9 @@ def simulate(
     while server.round < rounds:
         server, record = federation.round(server)
         record.update(federation.evaluate(server))
-        if not math.isfinite(record["loss"]):
-            raise RunError(f"Round {server.round}: the loss is {record['loss']}. Lower the learning rate.")
+        if not math.isfinite(record["loss"] + record["test_loss"]):
+            losses = f"{record['loss']} in training and {record['test_loss']} in the test"
+            raise RunError(f"Round {server.round}: the loss is {losses}. Lower the learning rate.")
         if folder is not None:
             records.append_round(folder, record)
             records.save_checkpoint(folder, server, federation.memories)
@@ -285,7 +288,7 @@ def make_federation(
     )
     try:
         place = torch.device(device)
-        torch.empty(0, device=place)
+        torch.zeros(1, device=place).item()
     except (RuntimeError, AssertionError) as error:
         raise OptionError(f"device={device!r} cannot be used here: {error}") from error
     return Federation(method, task, build, parts, fraction, seed, place)

@@ -56,11 +56,24 @@ class SignedSum(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Apply the matrix: (sources, n) -> (targets, n)."""
-        return _SignedSum.apply(rows, self, False)
+        return self._apply_side(rows, False)
 
     def transposed(self, rows: Tensor) -> Tensor:
         """Apply the transposed matrix: (targets, n) -> (sources, n)."""
-        return _SignedSum.apply(rows, self, True)
+        return self._apply_side(rows, True)
+
+    def _apply_side(self, rows: Tensor, back: bool) -> Tensor:
+        if torch.is_grad_enabled() and rows.requires_grad:
+            out: Tensor = _SignedSum.apply(rows, self, back)
+            return out
+        return self.sum(rows, back)
+
+    def sum(self, rows: Tensor, back: bool) -> Tensor:
+        """Apply the matrix or its transpose, without a gradient."""
+        source, offsets, sign, results = self.side(back)
+        if rows.shape[1] == 0 or source.numel() == 0:
+            return rows.new_zeros(results, rows.shape[1])
+        return F.embedding_bag(source, rows.contiguous(), offsets, mode="sum", per_sample_weights=sign.to(rows.dtype))
 
     def side(self, back: bool) -> tuple[Tensor, Tensor, Tensor, int]:
         """Return source, offsets, sign and number of results of the matrix or of its transpose."""
@@ -77,12 +90,7 @@ class _SignedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, matrix: SignedSum, back: bool) -> Tensor:
         ctx.matrix, ctx.back = matrix, back
-        source, offsets, sign, results = matrix.side(back)
-        if rows.shape[1] == 0 or source.numel() == 0:
-            return rows.new_zeros(results, rows.shape[1])
-        return F.embedding_bag(
-            source, rows.contiguous(), offsets, mode="sum", per_sample_weights=sign.to(rows.dtype)
-        )
+        return matrix.sum(rows, back)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
@@ -193,9 +201,7 @@ def lift(update: Tensor, key: int, size: int, *, dim: int = 0, hash: str = "bala
     return _along(update, dim, sketcher(key, size, update.shape[dim], hash, scale).to(update.device).lift)
 
 
-def fold_sketch(
-    s: Tensor, key: int, size: int, length: int, *, dim: int = 0, scale: str = "mean"
-) -> Tensor:
+def fold_sketch(s: Tensor, key: int, size: int, length: int, *, dim: int = 0, scale: str = "mean") -> Tensor:
     """Fold a balanced sketch to a shorter `length` that divides its own: equals sketching x to `length` at once."""
     folder = sketcher(key, size, s.shape[dim], "balanced", scale).to(s.device)
     return _along(s, dim, lambda rows: folder.fold(rows, length))
@@ -214,9 +220,7 @@ def unsketch_rows(
 ) -> Tensor:
     """Recover the full tensor from k sketches: the coordinate-wise median of the k estimates."""
     keys = row_keys(key, len(s))
-    estimates = [
-        unsketch(row, k, size, dim=dim, hash=hash, scale=scale) for row, k in zip(s, keys, strict=True)
-    ]
+    estimates = [unsketch(row, k, size, dim=dim, hash=hash, scale=scale) for row, k in zip(s, keys, strict=True)]
     return median(torch.stack(estimates))
 
 
@@ -253,9 +257,7 @@ def median(rows: Tensor) -> Tensor:
     return ordered[(k - 1) // 2 : k // 2 + 1].mean(0)
 
 
-def solve_least(
-    apply: Any, adjoint: Any, target: Tensor, tolerance: float | None = None, steps: int = 1000
-) -> Tensor:
+def solve_least(apply: Any, adjoint: Any, target: Tensor, tolerance: float | None = None, steps: int = 1000) -> Tensor:
     """Find the smallest x with apply(x) = target in the sense of least squares (conjugate gradients, CGLS).
 
     This is the pseudo-inverse of k stacked sketches (docs/mathematics.md, 7), without building their matrix.

@@ -55,7 +55,9 @@ class _Stateful:
         if kept is None:
             return torch.zeros_like(like)
         if kept.shape != like.shape:
-            raise MismatchError(f"{name}: the state kept has shape {tuple(kept.shape)}, the update {tuple(like.shape)}.")
+            raise MismatchError(
+                f"{name}: the state kept has shape {tuple(kept.shape)}, the update {tuple(like.shape)}."
+            )
         return kept
 
 

@@ -222,9 +222,10 @@ def test_autocast_trains_in_bfloat16(kind: Any, rows: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, when it compiles
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_checkpointed_and_repeated_backward_agree(kind: Any) -> None:
-    layer = sketched(kind(6, 8, bidirectional=True))
+def test_compiled_checkpointed_and_repeated_backward_agree(kind: Any, rows: int) -> None:
+    layer = sketched(kind(6, 8, bidirectional=True), rows=rows)
     x = torch.randn(3, 2, 6, requires_grad=True)
     sources = [x, *layer.parameters()]
     output = layer(x)[0]

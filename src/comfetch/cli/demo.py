@@ -12,11 +12,12 @@ from comfetch.cli.options import Quiet, Threads, set_threads
 from comfetch.cli.runs import run_watched
 from comfetch.cli.watch import Watch
 from comfetch.experiment import Experiment
-from comfetch.report import Group, find_runs, group_runs, table
+from comfetch.report import Group, find_runs, group_runs, label, relevant, table
 
 COMPRESSIONS = (2.0, 4.0, 10.0)
 SETTINGS = {"task": "digits", "clients": 10, "rounds": 20, "local_epochs": 2}
 PICTURE = "accuracy-bytes.png"
+SHOWN = ("accuracy", "bytes_down", "bytes_up", "client_memory", "seconds")
 
 
 def demo(
@@ -35,11 +36,11 @@ def demo(
     console = Console()
     with Watch(console, quiet) as watch:
         for number, (experiment, folder) in enumerate(zip(experiments, folders, strict=True)):
-            follow = watch.follow(folder.name.rsplit("-", 1)[0], experiment.rounds, partition=number == 0)
+            follow = watch.follow(label(relevant(experiment.options())), experiment.rounds, partition=number == 0)
             run_watched(experiment, folder, follow, resume=(folder / records.OPTIONS).exists())
     groups = group_runs(find_runs(folders))
     draw(groups, out / PICTURE)
-    watch.print(results(groups))
+    watch.show(results(groups))
     watch.say(f"The picture of accuracy against bytes is {out / PICTURE}. For a page: comfetch report {out}")
 
 
@@ -52,10 +53,10 @@ def draw(groups: list[Group], path: Path) -> None:
 
 def results(groups: list[Group]) -> Table:
     """Make the table of results for a terminal."""
-    header, *rows = table(groups)
+    header, *rows = table(groups, SHOWN)
     made = Table(header_style="bold")
     for title in header:
-        made.add_column(title, justify="left" if title == header[0] else "right")
+        made.add_column(title, justify="left" if title == header[0] else "right", no_wrap=True)
     for row in rows:
         made.add_row(*row)
     return made

@@ -18,9 +18,9 @@ RUNNING = "Running"
 DataDir = Annotated[
     str | None,
     typer.Option(
-        help="Folder with the datasets, before COMFETCH_DATA; 'hub' fetches from Hugging Face.",
+        help="Folder with the datasets, before COMFETCH_DATA; 'hub' fetches from Hugging Face. (default none)",
         rich_help_panel=RUNNING,
-        show_default="none",
+        show_default=False,
     ),
 ]
 Device = Annotated[str, typer.Option(help="Torch device, such as cpu or cuda:0.", rich_help_panel=RUNNING)]
@@ -42,7 +42,7 @@ def takes_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
             options = {name: given.pop(name) for name in names}
             command(options={name: value for name, value in options.items() if value is not None}, **given)
 
-        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *derived)]
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (own[0], *derived, *own[1:])]
         wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
         return wrapped
@@ -58,11 +58,12 @@ def _parameter(name: str) -> inspect.Parameter:
         about = f"{about.removesuffix('.')}: {', '.join(field.metadata['choices'])}."
     option = typer.Option(
         f"--{dashed}/--no-{dashed}" if field.type is bool else f"--{dashed}",
-        help=about,
+        help=f"{about} (default {str(field.default).lower()})",
         rich_help_panel=field.metadata["group"],
-        show_default="none" if field.default is None else str(field.default).lower(),
+        show_default=False,
     )
-    annotation = Annotated[field.type | None, option]  # type: ignore[operator]
+    wanted: Any = field.type
+    annotation: Any = Annotated[wanted | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

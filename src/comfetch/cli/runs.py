@@ -17,7 +17,9 @@ from comfetch.footprint import format_bytes
 from comfetch.simulation import History
 
 INTERRUPTED = 130
-What = Annotated[str, typer.Argument(metavar="TASK", help="A task (name, file.py, module:function), or an experiment.toml.")]
+What = Annotated[
+    str, typer.Argument(metavar="TASK", help="A task (name, file.py, module:function), or an experiment.toml.")
+]
 Out = Annotated[
     Path | None,
     typer.Option(
@@ -32,13 +34,13 @@ Tensorboard = Annotated[
 
 @takes_options(*(name for name in FIELDS if name != "task"))
 def run(
-    what: What, options: dict[str, Any], data_dir: DataDir = None, device: Device = "cpu", out: Out = None,
+    task: What, options: dict[str, Any], data_dir: DataDir = None, device: Device = "cpu", out: Out = None,
     resume: Resume = False, threads: Threads = None, tensorboard: Tensorboard = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Train a task federatedly in one process, with all records in one folder.
 
-    Options go before those of the TOML file, and these before the preset's. Ctrl-C stops a run, --resume goes on with it,
-    bit for bit.
+    Options given here go before those of the TOML file, and these before the preset's. Ctrl-C stops a run; --resume
+    goes on with it, bit for bit.
 
     Examples:
 
@@ -49,8 +51,10 @@ def run(
         comfetch run experiment.toml --seed 1
     """
     set_threads(threads)
-    given = Path(what)
-    experiment = read_experiment(given, options) if given.suffix == ".toml" else Experiment.of({"task": what, **options})
+    given = Path(task)
+    experiment = (
+        read_experiment(given, options) if given.suffix == ".toml" else Experiment.of({"task": task, **options})
+    )
     folder = out or Path("runs") / experiment.folder_name()
     watch = Watch(Console(), quiet)
     follow = watch.follow(experiment.task, experiment.rounds, folder / "tensorboard" if tensorboard else None, True)
@@ -107,8 +111,8 @@ def compare(
 ) -> None:  # fmt: skip
     """Run what a folder of experiments still needs: DIR/name.toml is run in OUT/name.
 
-    What is missing is run, what was cut goes on, what is finished stays. A run folder that holds another configuration is
-    never touched: it is refused before anything is run. A run that fails does not stop the others.
+    What is missing is run, what was cut goes on, what is finished stays. A run folder that holds another configuration
+    is never touched: it is refused before anything is run. A run that fails does not stop the others.
 
     Example:
 

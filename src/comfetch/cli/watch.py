@@ -7,11 +7,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
 
 from comfetch.data import partition_table
 from comfetch.errors import OptionError
 from comfetch.footprint import format_bytes
 from comfetch.simulation import Federation, Record
+
 
 class Watch:
     """Show the runs of one command, one after another."""
@@ -20,7 +22,7 @@ class Watch:
         self.console, self.quiet = console, quiet
         self.bars = Progress(
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=12),
+            BarColumn(bar_width=8),
             TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[state]}", markup=False),
             console=console,
             disable=quiet or not console.is_terminal,
@@ -30,13 +32,20 @@ class Watch:
         self.bars.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.bars.stop()
 
     def say(self, text: str) -> None:
         """Print a text above the bars."""
         if not self.quiet:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, table: Table) -> None:
+        """Print a table."""
+        if not self.quiet:
+            self.console.print(table)
 
     def follow(self, name: str, rounds: int, tensorboard: Path | None = None, partition: bool = False) -> "Follow":
         """Follow one run; with `partition`, print how its examples are divided."""
@@ -65,7 +74,8 @@ class Follow:
         if self.tensorboard is not None:
             self.writer = make_writer(self.tensorboard, self.done)
         if history:
-            self.watch.say(f"{self.name}: goes on after round {self.done}.")
+            state = "has all its rounds already" if self.done >= self.rounds else f"goes on after round {self.done}"
+            self.watch.say(f"{self.name}: {state}.")
             self._show(history[-1])
 
     def round(self, record: Record) -> None:
@@ -80,7 +90,7 @@ class Follow:
             write_scalars(self.writer, record)
         self._show(record)
         if not self.watch.console.is_terminal:
-            self.watch.say(f"{self.name}  round {self.done}/{self.rounds}  {self.state(record)}")
+            self.watch.say(f"{self.name}: round {self.done}/{self.rounds} {self.state(record)}")
 
     def close(self) -> None:
         """Close the event file, if there is one."""
@@ -89,12 +99,12 @@ class Follow:
 
     def state(self, record: Mapping[str, Any]) -> str:
         """Write how a run stands."""
-        traffic = f"{format_bytes(self.bytes_down)} down, {format_bytes(self.bytes_up)} up"
+        traffic = f"↓{format_bytes(self.bytes_down)} ↑{format_bytes(self.bytes_up)}"
         parts = [f"loss {record['loss']:.3f}", f"accuracy {record['accuracy']:.1%}", traffic]
         if self.took and self.done < self.rounds:
             mean = sum(self.took) / len(self.took)
             parts.append(f"{clock(mean * (self.rounds - self.done))} left")
-        return "  ".join(parts)
+        return " ".join(parts)
 
     def _show(self, record: Mapping[str, Any]) -> None:
         self.watch.bars.update(self.bar, completed=self.done, state=self.state(record))
@@ -106,7 +116,7 @@ def make_writer(folder: Path, done: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise OptionError("--tensorboard needs tensorboard: pip install 'comfetch[plots]'.") from error
-    return SummaryWriter(str(folder), purge_step=done + 1)  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(folder), purge_step=done + 1)
 
 
 def write_scalars(writer: Any, record: Mapping[str, Any]) -> None:

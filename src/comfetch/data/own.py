@@ -46,7 +46,7 @@ def import_function(name: str) -> Callable[[], Any]:
     source, _, function = (name, "", DEFAULT) if name.endswith(".py") else name.rpartition(":")
     with _told(f"Task {name}"):
         module = _module_of_file(Path(source)) if source.endswith(".py") else _module(source)
-        found = getattr(module, function, None)
+        found: Callable[[], Any] | None = getattr(module, function, None)
         if not callable(found):
             raise DataError(f"Task {name}: {source} has no function {function}. Write it, or name another.")
         return found

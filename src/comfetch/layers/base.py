@@ -94,19 +94,19 @@ class Product(nn.Module):
         k = self.plan.rows
         if self.after is not None:
             rows = self.after(rows)
-            return sketching.median(rows.view(k, -1, rows.shape[1])) if k > 1 else rows
+            return sketching.median(rows.unflatten(0, (k, -1))) if k > 1 else rows
         if k == 1:
             return rows
-        parts = rows.view(self.parts // k, k, -1, rows.shape[1]).transpose(0, 1)
+        parts = rows.unflatten(0, (self.parts // k, k, -1)).transpose(0, 1)
         return sketching.median(parts).flatten(0, 1)
 
     def linear(self, small: Tensor, x: Tensor) -> Tensor:
         """Multiply the rows of x with the weight: (n, inputs) -> (outputs, n)."""
         weight = self.weight(small)[..., 0]
         if self.before is None:
-            slices = x.view(len(x), self.parts, -1).permute(1, 2, 0)
+            slices = x.unflatten(1, (self.parts, -1)).permute(1, 2, 0)
         else:
-            slices = self.before(x.t().contiguous()).view(self.parts, -1, len(x))
+            slices = self.before(x.t().contiguous()).unflatten(0, (self.parts, -1))
         return self.finish(torch.bmm(weight, slices).flatten(0, 1))
 
     def _draw(self, side: str, row: int) -> hashing.Hash:

@@ -33,15 +33,17 @@ class SketchedConv(SketchedLayer):
         """Map (batch, channels, …) or (channels, …) as torch's layer does."""
         if x.ndim == len(self.full.kernel_size) + 1:
             return self.forward(x[None])[0]
-        x, padding = self._pad(x)
+        x, padding = self._pad(_KeepLayout.apply(x))
         product: Product = self.products["weight"]  # type: ignore[assignment]
         window = Window(tuple(x.shape[2:]), self.full.kernel_size, self.full.stride, padding, self.full.dilation)
         weight = product.weight(self.weight)
         if window.is_small(product.plan.compression):
-            return add_bias(_multiply(product, weight, x, window), self.bias)
-        x = sum_inputs(product, x)
-        z = _convolve(weight, x, window)
-        return add_bias(finish_outputs(product, z), self.bias)
+            y = _multiply(product, weight, x, window)
+        else:
+            last = is_channels_last(x) or not has_plain_kernel(weight)
+            z = _convolve(weight, sum_inputs(product, x, last), window)
+            y = finish_outputs(product, z, is_channels_last(x))
+        return add_bias(y, self.bias)
 
     def _pad(self, x: Tensor) -> tuple[Tensor, Sizes]:
         """Do all padding here that is not symmetric and with zeros; return what is left for the convolution."""
@@ -78,11 +80,20 @@ def _out(size: int, kernel: int, stride: int, padding: int, dilation: int) -> in
 def _convolve(weight: Tensor, x: Tensor, window: Window) -> Tensor:
     """Convolve x with (parts, outputs, inputs, taps), a group for each part."""
     taps = [_live_taps(*dimension) for dimension in window.dimensions]
-    last = weight.transpose(2, 3).flatten(0, 1).unflatten(1, window.kernel)  # channels last
-    kernel = last[(slice(None), *(slice(a, b) for a, b, _ in taps))].contiguous().movedim(-1, 1)
+    live = tuple(slice(a, b) for a, b, _ in taps)
+    if has_plain_kernel(weight) and not is_channels_last(x):
+        kernel = weight.flatten(0, 1).unflatten(2, window.kernel)[(slice(None), slice(None), *live)].contiguous()
+    else:
+        last = weight.transpose(2, 3).flatten(0, 1).unflatten(1, window.kernel)
+        kernel = last[(slice(None), *live)].contiguous().movedim(-1, 1)
     convolve = CONVOLVE[len(taps)]
     z: Tensor = convolve(x, kernel, None, window.stride, [p for *_, p in taps], window.dilation, len(weight))
     return z
+
+
+def has_plain_kernel(weight: Tensor) -> bool:
+    """Tell whether the channels of (parts, outputs, inputs, taps) fill vectors, so that the usual layout is fast, too."""
+    return weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
 
 
 @functools.lru_cache(maxsize=1024)
@@ -108,8 +119,10 @@ def _multiply(product: Product, weight: Tensor, x: Tensor, window: Window) -> Te
     else:
         rows = x.reshape(len(x), -1).t().reshape(x.shape[1], -1)
         slices = product.before(rows).view(product.parts, -1, len(x))
-    rows = product.finish(torch.bmm(matrix, slices).view(-1, outputs * len(x)))
-    return rows.view(-1, len(x)).t().contiguous().view(len(x), -1, *window.out)
+    rows = product.finish(torch.bmm(matrix, slices).view(-1, outputs * len(x))).view(-1, outputs, len(x))
+    if is_channels_last(x):
+        return rows.permute(2, 1, 0).contiguous().view(len(x), *window.out, -1).movedim(-1, 1)
+    return rows.permute(2, 0, 1).contiguous().view(len(x), -1, *window.out)
 
 
 @functools.lru_cache(maxsize=256)
@@ -136,43 +149,89 @@ class SketchedConvTranspose(SketchedLayer):
         full, dims = self.full, len(self.full.kernel_size)
         if x.ndim == dims + 1:
             return self.forward(x[None], output_size)[0]
-        padding = full._output_padding(
-            x, output_size, full.stride, full.padding, full.kernel_size, dims, full.dilation
-        )
+        padding = full._output_padding(x, output_size, full.stride, full.padding, full.kernel_size, dims, full.dilation)
         product: Product = self.products["weight"]  # type: ignore[assignment]
-        x = sum_inputs(product, x)
+        last = is_channels_last(x)
+        x = sum_inputs(product, _KeepLayout.apply(x), last)
         weight = product.weight(self.weight).transpose(1, 2)
         kernel = weight.reshape(-1, weight.shape[2], *full.kernel_size)
         convolve = CONVOLVE_TRANSPOSED[dims]
         z = convolve(x, kernel, None, full.stride, full.padding, padding, product.parts, full.dilation)
-        return add_bias(finish_outputs(product, z), self.bias)
+        return add_bias(finish_outputs(product, z, last), self.bias)
 
 
-def sum_inputs(product: Product, x: Tensor) -> Tensor:
-    """Sum the channels of (batch, channels, …) into the product's inputs."""
-    return x if product.before is None else channels_from_rows(product.before(rows_from_channels(x)), x)
+def sum_inputs(product: Product, x: Tensor, last: bool) -> Tensor:
+    """Sum the channels of (batch, channels, …) into the product's inputs, innermost in memory with `last`."""
+    if product.before is None:
+        return x
+    return channels_from_rows(product.before(rows_from_channels(x)), x, last)
 
 
-def finish_outputs(product: Product, z: Tensor) -> Tensor:
-    """Bring the channels of the small convolution to the full ones."""
+def finish_outputs(product: Product, z: Tensor, last: bool) -> Tensor:
+    """Bring the channels of the small convolution to the full ones, innermost in memory with `last`."""
     if product.after is None and product.plan.rows == 1:
-        return z.contiguous()
-    return channels_from_rows(product.finish(rows_from_channels(z)), z)
+        return to_layout(z, last)
+    return channels_from_rows(product.finish(rows_from_channels(z)), z, last)
+
+
+class _KeepLayout(torch.autograd.Function):
+    """Return a tensor as it is, and its gradient in the tensor's own layout.
+
+    A convolution hands back the gradient in the layout of its weight; layers before would then work on two layouts at once,
+    which is slow.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.last = is_channels_last(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return to_layout(grad, ctx.last)
+
+
+class _Transpose(torch.autograd.Function):
+    """Transpose a matrix into new memory, forward and backward: torch copies matrices much faster than strided views."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        return matrix.t().contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        transposed: Tensor = _Transpose.apply(grad)
+        return transposed
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Tell whether the channels of (batch, channels, …) are innermost in memory."""
+    return not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+
+
+def to_layout(x: Tensor, last: bool) -> Tensor:
+    """Bring a tensor into one of the two layouts."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1) if last else x.contiguous()
+
+
+def rows_from_channels(x: Tensor) -> Tensor:
+    """(batch, channels, …) -> (channels, batch · …)."""
+    if is_channels_last(x):
+        rows: Tensor = _Transpose.apply(x.movedim(1, -1).flatten(0, -2))
+        return rows
+    return x.transpose(0, 1).reshape(x.shape[1], -1)
+
+
+def channels_from_rows(rows: Tensor, like: Tensor, last: bool) -> Tensor:
+    """(channels, batch · …) -> (batch, channels, …), with the batch and the map of `like`."""
+    if last:
+        return _Transpose.apply(rows).view(len(like), *like.shape[2:], -1).movedim(-1, 1)
+    return rows.view(len(rows), len(like), *like.shape[2:]).transpose(0, 1).contiguous()
 
 
 def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     """Add a bias to the channels."""
     return y if bias is None else y + bias.view(-1, *[1] * (y.ndim - 2))
-
-
-def rows_from_channels(x: Tensor) -> Tensor:
-    """(batch, channels, …) -> (channels, batch · …)."""
-    return x.transpose(0, 1).reshape(x.shape[1], -1)
-
-
-def channels_from_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """(channels, batch · …) -> (batch, channels, …), contiguous."""
-    return rows.view(len(rows), len(like), *like.shape[2:]).transpose(0, 1).contiguous()
 
 
 @register_layer(nn.Conv1d)

@@ -14,8 +14,8 @@ class SketchedLinear(SketchedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, inputs) to (…, outputs)."""
-        rows = self.products["weight"].linear(self.weight, x.reshape(-1, x.shape[-1]))
-        return with_bias(rows, self.bias).view(*x.shape[:-1], -1)
+        rows = self.products["weight"].linear(self.weight, x.flatten(0, -2))
+        return with_bias(rows, self.bias).view(*x.shape[:-1], len(rows))
 
 
 @register_layer(nn.Linear)

@@ -5,4 +5,16 @@ from comfetch.methods.comfetch import Comfetch, paper
 from comfetch.methods.fedavg import FedAvg
 from comfetch.methods.local import Local
 
-__all__ = ["Client", "Comfetch", "FedAvg", "Local", "Message", "Method", "Server", "Trained", "Upload", "check_upload", "paper"]
+__all__ = [
+    "Client",
+    "Comfetch",
+    "FedAvg",
+    "Local",
+    "Message",
+    "Method",
+    "Server",
+    "Trained",
+    "Upload",
+    "check_upload",
+    "paper",
+]

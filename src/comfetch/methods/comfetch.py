@@ -13,7 +13,18 @@ from comfetch.api import plan_for
 from comfetch.blueprint import blueprint
 from comfetch.convert import swap_empty
 from comfetch.errors import OptionError
-from comfetch.methods.base import Build, Client, LocalData, Message, Server, State, Trained, Upload, average, start_server
+from comfetch.methods.base import (
+    Build,
+    Client,
+    LocalData,
+    Message,
+    Server,
+    State,
+    Trained,
+    Upload,
+    average,
+    start_server,
+)
 from comfetch.methods.local import Local, one_gradient, train_locally
 from comfetch.plan import Plan
 from comfetch.policy import Settings

@@ -5,7 +5,18 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from comfetch.methods.base import Build, Client, LocalData, Message, Server, State, Trained, Upload, average, start_server
+from comfetch.methods.base import (
+    Build,
+    Client,
+    LocalData,
+    Message,
+    Server,
+    State,
+    Trained,
+    Upload,
+    average,
+    start_server,
+)
 from comfetch.methods.local import Local, train_locally
 from comfetch.transforms import Transform, chain
 

@@ -14,10 +14,12 @@ from comfetch.errors import OptionError
 from comfetch.groups import parameter_groups
 from comfetch.methods.base import LocalData, State, Trained
 
+UNFIT = {"Optimizer", "LBFGS", "SparseAdam", "Muon", "ASGD", "Adafactor"}
+"""The base; one that calls the model itself; for sparse gradients or matrices only; not to be counted on meta."""
 OPTIMISERS: dict[str, Any] = {
     name.lower(): kind
     for name, kind in vars(torch.optim).items()
-    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and name not in UNFIT
 }
 
 

@@ -1,0 +1,85 @@
+"""Imports go one way, and the core needs three libraries only."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import comfetch
+
+ROOT = Path(comfetch.__file__).parent
+ORDER = [
+    "errors", "hashing", "sketching", "plan", "layers", "blueprint", "policy", "convert", "footprint", "groups", "files",
+    "api",
+]  # fmt: skip
+"""The core: each may import those before it only. `errors → hashing → … → api`; blueprint needs no layers."""
+LIBRARIES = {"torch", "numpy", "safetensors"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def imports(name: str) -> set[str]:
+    """Return the full names of all modules that a module imports, wherever in its text."""
+    found = set()
+    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: relative import"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in FILES else str(node.module))
+    return found
+
+
+def family(name: str) -> str:
+    """comfetch.layers.conv -> layers."""
+    return name.split(".")[1] if "." in name else name
+
+
+CORE = [name for name in FILES if family(name) in ORDER]
+
+
+def test_every_file_of_the_core_is_found() -> None:
+    assert {family(name) for name in CORE} == set(ORDER)
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_core_imports_only_what_stands_before_it(name: str) -> None:
+    allowed = ORDER[: ORDER.index(family(name)) + 1]
+    own = {family(i) for i in imports(name) if i.split(".")[0] == "comfetch"}
+    assert own <= set(allowed), f"{name} imports {sorted(own - set(allowed))}"
+    if family(name) == "blueprint":
+        assert own <= {"errors", "blueprint"}
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_core_needs_three_libraries_only(name: str) -> None:
+    foreign = {i.split(".")[0] for i in imports(name)} - {"comfetch"} - set(sys.stdlib_module_names)
+    assert foreign <= LIBRARIES, f"{name} imports {sorted(foreign - LIBRARIES)}"
+
+
+def test_public_face_imports_the_core_only() -> None:
+    assert {family(i) for i in imports("comfetch")} <= set(ORDER)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {name: {i for i in imports(name) if i in FILES and i != name} for name in FILES}
+    while graph:
+        leaves = {name for name, needs in graph.items() if not needs & graph.keys()}
+        assert leaves, f"a circle among {sorted(graph)}"
+        graph = {name: needs for name, needs in graph.items() if name not in leaves}
+
+
+def test_importing_comfetch_loads_nothing_but_the_core() -> None:
+    code = "import sys, comfetch; print(*sorted(m for m in sys.modules if m.startswith('comfetch.')))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {family(name) for name in run.stdout.split()} <= set(ORDER)
