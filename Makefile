@@ -17,7 +17,7 @@ export FLWR_DISABLE_UPDATE_CHECK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install $(VENV) test check format bench demo clean
+.PHONY: help install $(VENV) test check format bench tables demo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -55,8 +55,11 @@ format: $(STAMP) ## format the code and sort its imports
 bench: $(STAMP) ## run the layer benchmarks; ARGS are passed on
 	@$(BIN)/python -m benchmarks.layers $(ARGS)
 
-demo: $(STAMP) ## sketch a ResNet-18, print its footprint, train some steps
-	@$(BIN)/python examples/resnet18.py $(ARGS)
+tables: $(STAMP) ## write the tables of README and docs anew from the committed records
+	@$(BIN)/python -m benchmarks.tables $(ARGS)
+
+demo: $(STAMP) ## train digits federatedly with FedAvg and Comfetch: table and picture in runs/demo
+	@$(BIN)/comfetch demo $(ARGS)
 
 clean: ## remove .venv, caches and build artefacts (runs/ stays)
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

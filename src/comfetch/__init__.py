@@ -6,6 +6,9 @@
 torch.Size([2, 512])
 """
 
+from typing import Any
+
+from comfetch import methods
 from comfetch.api import sketch
 from comfetch.convert import plan_of, unsketch
 from comfetch.errors import ComfetchError
@@ -14,10 +17,20 @@ from comfetch.footprint import Footprint, footprint
 from comfetch.groups import parameter_groups
 from comfetch.layers import register_layer
 from comfetch.plan import Plan
+from comfetch.transforms import adaptive, chain, error_feedback, momentum, scale, top_k
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "ComfetchError", "Footprint", "Plan", "footprint", "load", "parameter_groups", "plan_of", "register_layer", "save",
-    "sketch", "unsketch",
+    "ComfetchError", "Footprint", "Plan", "adaptive", "chain", "error_feedback", "footprint", "load", "methods", "momentum",
+    "parameter_groups", "plan_of", "register_layer", "save", "scale", "simulate", "sketch", "top_k", "unsketch",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import the driver when it is asked for: it needs the `data` extra, which a small client does not have."""
+    if name == "simulate":
+        from comfetch.simulation import simulate
+
+        return simulate
+    raise AttributeError(f"module 'comfetch' has no attribute {name!r}")

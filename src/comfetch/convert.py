@@ -118,10 +118,9 @@ def swap_empty(built: Blueprint, plan: Plan) -> nn.Module:
             target.fill_(torch.nan)
 
     kept: dict[int, Any] = {}
-    for parameter in built.model.parameters():
-        if parameter.is_meta:
-            value = torch.full_like(parameter, torch.nan, device="cpu")
-            kept[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+    for _, parameter in _kept_parameters(built, plan):
+        value = torch.full_like(parameter, torch.nan, device="cpu")
+        kept[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
     for buffer in built.model.buffers():  # those that are not persistent will not be received
         if buffer.is_meta:
             value = torch.zeros_like(buffer, device="cpu")
@@ -164,12 +163,10 @@ def _check_shapes(prefix: str, recipe: Recipe, plans: dict[str, WeightPlan]) -> 
 
 def _materialised(built: Blueprint, plan: Plan, problems: list[str]) -> dict[int, Any]:
     """Make every meta tensor that no swapped layer takes along real."""
-    swapped = {name.rpartition(".")[0] for name in plan}
     kept: dict[int, Any] = {}
-    for name, parameter in built.model.named_parameters():
-        if parameter.is_meta and not any(name.startswith(f"{s}." if s else "") for s in swapped):
-            value = materialise(built, parameter, name, problems)
-            kept[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+    for name, parameter in _kept_parameters(built, plan):
+        value = materialise(built, parameter, name, problems)
+        kept[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
     for name, buffer in built.model.named_buffers():
         if buffer.is_meta:
             kept[id(buffer)] = materialise(built, buffer, name, problems)
@@ -177,6 +174,12 @@ def _materialised(built: Blueprint, plan: Plan, problems: list[str]) -> dict[int
         if isinstance(module, nn.Embedding) and id(module.weight) in kept and module.padding_idx is not None:
             kept[id(module.weight)].data[module.padding_idx] = 0
     return kept
+
+
+def _kept_parameters(built: Blueprint, plan: Plan) -> list[tuple[str, nn.Parameter]]:
+    """List the meta parameters outside the swapped layers."""
+    swapped = tuple(f"{layer}." if layer else "" for layer in {name.rpartition(".")[0] for name in plan})
+    return [(name, p) for name, p in built.model.named_parameters() if p.is_meta and not name.startswith(swapped)]
 
 
 def _undo_median(target: Tensor) -> None:

@@ -78,11 +78,13 @@ def finished(folder: Path, rounds: int) -> bool:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what processes that were killed had begun to write."""
+    """Remove what processes that were killed had begun to write; safetensors has temporary files of its own."""
     for path in folder.glob(".*.part"):
         process = path.suffixes[-2].removeprefix(".")
         if process.isdigit() and not _is_alive(int(process)):
             path.unlink(missing_ok=True)
+    for path in folder.glob(".tmp??????"):
+        path.unlink(missing_ok=True)
 
 
 def _is_alive(process: int) -> bool:

@@ -1,0 +1,136 @@
+"""The full weight never exists: not while a model is built, planned, saved, loaded or trained."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import comfetch as cf
+from comfetch.footprint import track
+from tests.oracle import tensors
+
+MODEL = '''
+import json, sys
+import torch
+from torch import nn
+import comfetch as cf
+torch.set_num_threads(1)
+
+class Big(nn.Module):
+    """1.23 GB of weights in four linear layers and a convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(64, 8192)
+        self.body = nn.Sequential(*[nn.Sequential(nn.Linear(8192, 8192), nn.ReLU()) for _ in range(4)])
+        self.conv = nn.Conv2d(2048, 2048, 3, padding=1)
+        self.head = nn.Linear(2048, 10)
+
+    def forward(self, x):
+        y = self.body(self.stem(x)).view(len(x), 2048, 2, 2)
+        return self.head(self.conv(y).mean((2, 3)))
+
+def memory(kind):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(kind))
+
+def train(model, x, steps=2):
+    optimiser = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        model(x).square().mean().backward()
+        optimiser.step()
+
+OPTIONS = dict(compression=16, mode=sys.argv[2])
+tiny = cf.sketch(lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), policy="all", mode=sys.argv[2])
+train(tiny, torch.randn(4, 64))
+before = memory("VmRSS")
+'''
+STAGES = {
+    "build": "model = cf.sketch(Big, **OPTIONS)",
+    "save": "cf.save(cf.sketch(Big, **OPTIONS), sys.argv[1])",
+    "load": "model = cf.load(sys.argv[1], Big)",
+    "train": "model = cf.sketch(Big, **OPTIONS); train(model, torch.randn(4, 64))",
+    "footprint": "print(cf.footprint(cf.sketch(Big, **OPTIONS), batch=torch.randn(4, 64)), file=sys.stderr)",
+    "budget": "model = cf.sketch(Big, budget='500MB', batch=torch.randn(4, 64), mode=sys.argv[2])",
+}
+
+
+def growth(stage: str, path: Path, mode: str) -> int:
+    """Run a stage in a process of its own, and return by how much its resident memory grew at its peak."""
+    code = textwrap.dedent(MODEL) + STAGES[stage] + "\nprint(json.dumps(memory('VmHWM') - before))"
+    run = subprocess.run([sys.executable, "-c", code, str(path), mode], capture_output=True, text=True, timeout=500)
+    assert run.returncode == 0, run.stderr
+    return int(json.loads(run.stdout.splitlines()[-1]))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.parametrize("mode", ["output", "input"])
+def test_memory_grows_by_less_than_a_quarter_of_the_full_weights(tmp_path: Path, mode: str) -> None:
+    full = 4 * (4 * 8192 * 8192 + 2048 * 2048 * 9 + 64 * 8192 + 2048 * 10)
+    assert full > 1.2e9
+    path = tmp_path / "model.safetensors"
+    stages = ["save", "load", "train", "footprint", "budget"] if mode == "output" else ["train"]
+    for stage in stages:
+        grown = growth(stage, path, mode)
+        assert grown < full / 4, f"{stage} needed {grown / full:.0%} of the full weights"
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(256, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.attention(x, x, x, need_weights=False)
+
+
+LAYERS: dict[str, tuple[Any, tuple[int, ...], int]] = {
+    "linear": (lambda: nn.Linear(1024, 1024), (4, 1024), 1024 * 1024),
+    "wide linear": (lambda: nn.Linear(256, 4096), (2, 256), 256 * 4096),
+    "narrow linear": (lambda: nn.Linear(4096, 256), (2, 4096), 256 * 4096),
+    "conv1d": (lambda: nn.Conv1d(256, 256, 5, padding=2), (2, 256, 16), 256 * 256 * 5),
+    "conv2d": (lambda: nn.Conv2d(256, 256, 3, padding=1), (2, 256, 8, 8), 256 * 256 * 9),
+    "conv2d on a small map": (lambda: nn.Conv2d(256, 256, 3, padding=1), (2, 256, 2, 2), 256 * 256 * 9),
+    "conv2d on one pixel": (lambda: nn.Conv2d(256, 256, 3, padding=1), (2, 256, 1, 1), 256 * 256 * 9),
+    "conv2d 1x1": (lambda: nn.Conv2d(512, 512, 1), (2, 512, 4, 4), 512 * 512),
+    "grouped conv2d": (lambda: nn.Conv2d(256, 256, 3, groups=2), (2, 256, 6, 6), 256 * 128 * 9),
+    "conv3d": (lambda: nn.Conv3d(128, 128, 3, padding=1), (1, 128, 4, 4, 4), 128 * 128 * 27),
+    "transposed conv2d": (lambda: nn.ConvTranspose2d(256, 256, 3), (2, 256, 4, 4), 256 * 256 * 9),
+    "embedding": (lambda: nn.Embedding(8192, 256), (4, 8), 8192 * 256),
+    "lstm": (lambda: nn.LSTM(256, 256), (3, 2, 256), 4 * 256 * 256),
+    "gru": (lambda: nn.GRU(256, 256), (3, 2, 256), 3 * 256 * 256),
+    "attention": (Attention, (2, 8, 256), 256 * 256),
+}
+
+
+@pytest.mark.parametrize("mode", ["output", "input", "both"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_allocation_is_as_large_as_a_full_weight(name: str, mode: str) -> None:
+    build, shape, weights = LAYERS[name]
+    model = cf.sketch(build, compression=16, mode=mode, policy="all")
+    x = torch.randint(8192, shape) if name == "embedding" else torch.randn(shape, requires_grad=True)
+    model(x)  # tables that are made once and kept are counted below, too
+    with track() as live:
+        output = tensors(model(x))
+        torch.stack([t.square().mean() for t in output]).sum().backward()
+    assert live.largest < 4 * weights, f"{live.largest / 4 / weights:.2f} of the weight"
+    held = max((b.nbytes for b in model.buffers()), default=0)
+    assert held < 4 * weights
+
+
+@pytest.mark.parametrize("mode", ["output", "input"])
+def test_live_memory_of_a_layer_stays_far_below_its_full_weight(mode: str) -> None:
+    """All signs of all blocks as a matrix would be as large as the weight itself."""
+    model = cf.sketch(lambda: nn.Linear(2048, 2048), compression=16, mode=mode)
+    x = torch.randn(2, 2048, requires_grad=True)
+    with track() as live:
+        model(x).square().mean().backward()
+    held = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
+    assert held + live.peak < 2048 * 2048 * 4 / 3
