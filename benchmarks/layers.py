@@ -3,9 +3,9 @@
     python -m benchmarks.layers            # run, print, and write benchmarks/results/layers.json
     python -m benchmarks.layers --table    # print the Markdown tables of the committed results
 
-Every time is a *ratio* to the full layer: runs are interleaved in one process, and the median of the ratios is reported, so
-that other load on the machine hits both. Beside it stands the limit: the ratio of the small product alone, without the sums
-of signs around it. Exit code 1 means that a threshold was missed.
+Every time is a *ratio* to the full layer: runs are interleaved in one process, and the median of the ratios is
+reported, so that other load on the machine hits both. Beside it stands the limit: the ratio of the small product
+alone, without the sums of signs around it. Exit code 1 means that a threshold was missed.
 """
 
 import argparse
@@ -32,7 +32,8 @@ STEP_LIMITS = {("output", 4): 0.40, ("output", 10): 0.33, ("input", 4): 0.38, ("
 Call = Callable[[], object]
 
 CONVOLUTIONS = [  # the paper's ResNet-18 on 32x32 images, batch 128: channels, outputs, map, stride
-    (64, 64, 8, 1), (64, 128, 8, 2), (128, 128, 4, 1), (128, 256, 4, 2), (256, 256, 2, 1), (256, 512, 2, 2), (512, 512, 1, 1),
+    (64, 64, 8, 1), (64, 128, 8, 2), (128, 128, 4, 1), (128, 256, 4, 2), (256, 256, 2, 1), (256, 512, 2, 2),
+    (512, 512, 1, 1),
 ]  # fmt: skip
 WIDTH, TOKENS, SEQUENCES = 768, 128, 8
 
@@ -59,7 +60,8 @@ def layers() -> list[tuple[str, Callable[[], nn.Module], Callable[[], tuple[Tens
             )
         )
     x = torch.randn(SEQUENCES, TOKENS, WIDTH)
-    cases.append((f"MultiheadAttention {WIDTH}", lambda: nn.MultiheadAttention(WIDTH, 12, batch_first=True), lambda: (x, x, x), True))
+    attention = lambda: nn.MultiheadAttention(WIDTH, 12, batch_first=True)  # noqa: E731
+    cases.append((f"MultiheadAttention {WIDTH}", attention, lambda: (x, x, x), True))
     ids = torch.randint(0, 30522, (SEQUENCES, TOKENS))
     cases.append((f"Embedding 30522x{WIDTH}", lambda: nn.Embedding(30522, WIDTH), lambda: (ids,), True))
     steps = torch.randn(32, 64, 256)
@@ -73,7 +75,7 @@ def run_layer(layer: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
     leaves = {id(t): t.clone().requires_grad_() if t.is_floating_point() else t for t in inputs}
     arguments = [leaves[id(t)] for t in inputs]
     wanted = [t for t in leaves.values() if t.requires_grad] + [p for p in layer.parameters() if p.requires_grad]
-    options = {"need_weights": False} if isinstance(layer, nn.MultiheadAttention) or "Multihead" in type(layer).__name__ else {}
+    options = {"need_weights": False} if len(inputs) == 3 else {}
 
     def call() -> object:
         out = layer(*arguments, **options)
@@ -201,8 +203,8 @@ def format_row(row: dict[str, object]) -> str:
     missed = " MISSED" if is_missed(row) else ""
     bytes_ = f", bytes {row['bytes'] / row['full_bytes']:.2f}" if "bytes" in row else ""
     return (
-        f"{row['layer']}, {row['mode']}, compression {row['compression']}: {row['ratio']:.2f} of {row['full_ms']:.1f} ms"
-        f" (limit {limit}{bytes_}){missed}"
+        f"{row['layer']}, {row['mode']}, compression {row['compression']}: {row['ratio']:.2f} of "
+        f"{row['full_ms']:.1f} ms (limit {limit}{bytes_}){missed}"
     )
 
 
@@ -218,9 +220,8 @@ def table(rows: list[dict[str, object]]) -> str:
         limit = "" if row["limit"] is None else f"{row['limit']:.2f}"
         bound = "" if row["bound"] is None else f"{row['bound']:.2f}"
         size = f"{row['bytes'] / row['full_bytes']:.2f}" if "bytes" in row else ""
-        lines.append(
-            f"| {row['layer']} | {row['mode']} | {row['compression']} | {row['ratio']:.2f} | {limit} | {bound} | {size} |"
-        )
+        cells = [row["layer"], row["mode"], row["compression"], f"{row['ratio']:.2f}", limit, bound, size]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 

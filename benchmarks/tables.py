@@ -1,7 +1,7 @@
-"""Write the tables of README.md and docs/ anew from the committed records: python -m benchmarks.tables (or make tables).
+"""Write the tables of README.md and docs/ anew from the committed records: `make tables`.
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`. With --check nothing is written, and exit code 1 means that
-a table is not that of its records.
+A table stands between `<!-- table NAME -->` and `<!-- end -->`. With --check nothing is written, and exit code 1
+means that a table is not that of its records.
 """
 
 import json
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PLACE = re.compile(r"(<!-- table (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 PAPER = {10: 54.1, 4: 60.7}
-"""Best accuracy so far at round 10 in the authors' logs (CIFAR-10, IID, 10 clients; mean of 3 seeds), by compression."""
+"""Compression -> best accuracy so far at round 10 in the authors' logs (CIFAR-10, IID, 10 clients; mean of 3 seeds)."""
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:

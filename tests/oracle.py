@@ -1,6 +1,7 @@
 """Short transcriptions of the mathematics with explicit matrices H: what the library must agree with.
 
-Everything here is written from NOTES.md, in numpy and with loops, and shares only the drawing of hashes with the library.
+Everything here is written from NOTES.md, in numpy and with loops, and shares only the drawing of hashes with the
+library.
 """
 
 import copy
@@ -159,8 +160,8 @@ Call = Callable[[nn.Module], Any]
 def check_oracle(sketched: SketchedLayer, call: Call, inputs: list[Tensor], tolerance: float = 1e-9) -> None:
     """Check a sketched layer against full ones with Ŵ = E S: outputs, and all gradients.
 
-    `call` runs a layer on `inputs`. With k rows, the layer must be linear in its weight; the outputs are the median of those
-    of k full layers.
+    `call` runs a layer on `inputs`. With k rows, the layer must be linear in its weight; the outputs are the median
+    of those of k full layers.
     """
     rows = next(iter(sketched.plans.values())).rows
     twins = [_twin(sketched, row) for row in range(rows)]

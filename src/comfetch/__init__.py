@@ -22,8 +22,9 @@ from comfetch.transforms import adaptive, chain, error_feedback, momentum, scale
 __version__ = "0.1.0"
 
 __all__ = [
-    "ComfetchError", "Footprint", "Plan", "adaptive", "chain", "error_feedback", "footprint", "load", "methods", "momentum",
-    "parameter_groups", "plan_of", "register_layer", "save", "scale", "simulate", "sketch", "top_k", "unsketch",
+    "ComfetchError", "Footprint", "Plan", "adaptive", "chain", "error_feedback", "footprint", "load", "methods",
+    "momentum", "parameter_groups", "plan_of", "register_layer", "save", "scale", "simulate", "sketch", "top_k",
+    "unsketch",
 ]  # fmt: skip
 
 

@@ -38,20 +38,20 @@ def sketch(
 ) -> nn.Module:
     """Return the model with its layers swapped for sketched ones; the model given stays as it is.
 
-    Give a constructor to train from scratch: the model is built without its full weights, and the small ones start with the
-    variance of the full ones. The weights of a model given are projected, and a warning says how much of them is lost.
-    Make the optimiser after sketching: one made before still holds the parameters of the old model.
+    Give a constructor to train from scratch: the model is built without its full weights, and the small ones start
+    with the variance of the full ones. The weights of a model given are projected, and a warning says how much of
+    them is lost. Make the optimiser after sketching: one made before still holds the parameters of the old model.
 
     Args:
         compression: factor by which each sketched weight shrinks (the default is 4). length: the length itself, for all
             layers or by layer name. budget: bytes, or text such as "256MB", for a whole training step on `batch` with
             `optimiser`; the smallest compression that fits is taken. At most one of the three.
-        key: what the hashes are drawn from; the same key gives the same hashes everywhere.
-        mode: sketch the outputs, the inputs or both (each by the square root of the compression).
-        rows: independent sketches of each weight, whose outputs' median is taken; k rows cost k times as much.
-        blocks: parts of the other mode with a hash of their own; "auto" takes about as many as the compression.
-        hash: balanced or random. scale: mean, isometric or count (see `comfetch.sketching`).
-        policy: "default" leaves full what is small or fragile: the first layer, the final classifier, 1x1 shortcuts, and
+        key: what the hashes are drawn from; the same key gives the same hashes everywhere. mode: sketch the outputs,
+        the inputs or both (each by the square root of the compression). rows: independent sketches of each weight,
+        whose outputs' median is taken; k rows cost k times as much. blocks: parts of the other mode with a hash of
+        their own; "auto" takes about as many as the compression. hash: balanced or random. scale: mean, isometric or
+        count (see `comfetch.sketching`). policy: "default" leaves full what is small or fragile: the first layer, the
+        final classifier, 1x1 shortcuts, and
             layers below 8192 weights. "all" sketches every supported layer. "paper" sketches all but the final linear
             layer, with lengths rounded down instead of to multiples of 8.
         only, skip: names or patterns of layers to sketch, whatever the policy says, and to leave full.
@@ -130,8 +130,8 @@ def _plan_for_budget(model: nn.Module, settings: Settings, budget: int, batch: A
         if high > longest:
             least = min(total for total, _ in cost.values())
             raise OptionError(
-                f"budget={format_bytes(budget)} is below the floor of this model: its activations on this batch and the "
-                f"layers that stay full need at least {least} bytes ({format_bytes(least)}) at any compression."
+                f"budget={format_bytes(budget)} is below the floor of this model: its activations on this batch and "
+                f"the layers that stay full need at least {least} bytes ({format_bytes(least)}) at any compression."
             )
         low, high = high, high * 2
     while high / low > 1.01:

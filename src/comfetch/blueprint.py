@@ -1,9 +1,10 @@
 """Build a model without its weights: uninitialised tensors go to the meta device, everything else is real.
 
-Layers of torch make their weights with `torch.empty` and then initialise them in place. Inside `blueprint`, `torch.empty`
-gives meta tensors, and each in-place write to one is noted, to be played again later on a tensor that really exists: on the
-kept parameters as they are, on the sketched ones in their small shape. Copies take the notes along. Buffers such as masks
-and rotary tables come from other functions (`arange`, `ones`, …), so they are real, persistent or not.
+Layers of torch make their weights with `torch.empty` and then initialise them in place. Inside `blueprint`,
+`torch.empty` gives meta tensors, and each in-place write to one is noted, to be played again later on a tensor that
+really exists: on the kept parameters as they are, on the sketched ones in their small shape. Copies take the notes
+along. Buffers such as masks and rotary tables come from other functions (`arange`, `ones`, …), so they are real,
+persistent or not.
 """
 
 import sys

@@ -77,7 +77,7 @@ def swap_given(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def swap_fresh(built: Blueprint, plan: Plan) -> nn.Module:
-    """Swap layers whose weights do not exist, and initialise the small ones so that variances are kept (docs/mathematics.md, 8)."""
+    """Swap layers whose weights do not exist, and draw small ones that keep variances (docs/mathematics.md, 8)."""
     problems: list[str] = []
     unlike: list[str] = []
 
@@ -102,8 +102,8 @@ def swap_fresh(built: Blueprint, plan: Plan) -> nn.Module:
         raise ModelError.of(problems)
     if unlike:
         warnings.warn(
-            f"{', '.join(unlike)}: not initialised as the constructor says, which cannot be repeated in the small shape, "
-            "but uniformly with variance 1/(3 · inputs).",
+            f"{', '.join(unlike)}: not initialised as the constructor says, which cannot be repeated in the small "
+            "shape, but uniformly with variance 1/(3 · inputs).",
             stacklevel=3,
         )
     _zero_padding(result)

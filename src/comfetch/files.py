@@ -74,7 +74,8 @@ def load_state(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[st
     """Read the tensors and the text of a safetensors file."""
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})
+            names: list[str] = file.keys()
+            return {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})
     except (OSError, SafetensorError) as error:
         raise FileError(f"{path}: cannot be read as a safetensors file. {error}") from error
 

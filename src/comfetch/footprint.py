@@ -1,13 +1,13 @@
 """Count the bytes of training a model: weights, gradients, optimiser state, buffers, activations, traffic.
 
-Predicted and measured numbers come from one instrument: `track` follows every tensor storage from its birth to its death
-while one training step runs. Measuring runs the step for real; predicting runs it on the meta device, where nothing is
-allocated. (CPU torch has no counter of peak memory; workspaces inside a kernel are not seen by either.)
+Predicted and measured numbers come from one instrument: `track` follows every tensor storage from its birth to its
+death while one training step runs. Measuring runs the step for real; predicting runs it on the meta device, where
+nothing is allocated. (CPU torch has no counter of peak memory; workspaces inside a kernel are not seen by either.)
 """
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,8 +115,8 @@ def count(model: nn.Module, batch: Any, optimiser: str | MakeOptimiser = "adam")
 def step_bytes(model: nn.Module, batch: Any, optimiser: MakeOptimiser) -> tuple[int, int]:
     """Run two training steps, and return the peak of live bytes in the second one and the optimiser's bytes.
 
-    The first step only makes the optimiser's state. Where a gradient is freed early or a state is not there yet, the peak of
-    the steady state is still what a client must have.
+    The first step only makes the optimiser's state. Where a gradient is freed early or a state is not there yet, the
+    peak of the steady state is still what a client must have.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     batch = pytree.tree_map_only(Tensor, lambda t: t.to(device), batch)
@@ -228,7 +228,7 @@ def _train_step(model: nn.Module, batch: Any, optimiser: torch.optim.Optimizer) 
         raise ModelError(f"{type(model).__name__} returned nothing that depends on its weights.")
     loss = torch.stack([t.mean() for t in leaves]).sum()
     del output, leaves
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     optimiser.step()
 
 
@@ -246,7 +246,7 @@ def _everything(model: nn.Module, optimiser: torch.optim.Optimizer, batch: Any) 
     yield from (t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor))
 
 
-def _state_bytes(parameters: list[Tensor], make: MakeOptimiser) -> int:
+def _state_bytes(parameters: Sequence[Tensor], make: MakeOptimiser) -> int:
     """Let the optimiser make its state for parameters and gradients on the meta device."""
     twins = [nn.Parameter(torch.empty_like(p, device="meta")) for p in parameters]
     for twin in twins:

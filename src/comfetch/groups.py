@@ -1,8 +1,8 @@
 """Make optimiser groups in which a step on a small weight moves Ŵ as the full layer's step would move W.
 
-All elements of one bucket receive the same gradient up to sign, and Adam and SGD are odd and element-wise, so a step on W
-through the sketch is a step on S with a rate multiplied by a power of the load n (docs/mathematics.md, 8): n for `count`, √n for
-`isometric` with Adam, 1 for `mean`.
+All elements of one bucket receive the same gradient up to sign, and Adam and SGD are odd and element-wise, so a step
+on W through the sketch is a step on S with a rate multiplied by a power of the load n (docs/mathematics.md, 8): n for
+`count`, √n for `isometric` with Adam, 1 for `mean`.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Draw hashes from 64-bit keys by integer arithmetic alone.
 
-A hash of n coordinates onto `length` buckets is an `index` (the bucket of each coordinate) and a `sign`. Both
-follow from a key, so only the key travels (docs/mathematics.md, 2). The arithmetic is that of splitmix64 on unsigned 64-bit
+A hash of n coordinates onto `length` buckets is an `index` (the bucket of each coordinate) and a `sign`. Both follow
+from a key, so only the key travels (docs/mathematics.md, 2). The arithmetic is that of splitmix64 on unsigned 64-bit
 integers, the same on every platform; golden values in the tests pin it for good.
 """
 
@@ -22,7 +22,7 @@ _MASK = (1 << 64) - 1
 class Hash(NamedTuple):
     """A batch of hashes: bucket and sign of each coordinate, both of shape (batch, size)."""
 
-    index: npt.NDArray[np.int64]
+    index: npt.NDArray[np.int64]  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
     sign: npt.NDArray[np.int8]
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from comfetch import hashing, sketching
 from comfetch.errors import MismatchError, OptionError
 
 MODES = ("output", "input", "both")
+Map = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,8 @@ class WeightPlan:
     def fresh(self, full: Tensor) -> Tensor:
         """Scale fresh weights so that sketching keeps their norm: W₀ ← P W₀ · ‖W₀‖/‖P W₀‖ (docs/mathematics.md, 8).
 
-        With `count`, which inflates instead, they stay as they are (the paper's runs). With more than one row there is no
-        single P: W₀ is scaled by the norm of its recovery.
+        With `count`, which inflates instead, they stay as they are (the paper's runs). With more than one row there
+        is no single P: W₀ is scaled by the norm of its recovery.
         """
         if self.scale == "count":
             return full
@@ -168,23 +169,31 @@ class WeightPlan:
     def fresh_factor(self) -> Tensor:
         """Return what turns values distributed like those of W into a fresh small weight, for broadcasting.
 
-        In `mean` each element of Ŵ is ± one of S, so S is distributed like W; in the other scales a bucket of load n holds
-        √n as much. Empty buckets stay 0.
+        In `mean` each element of Ŵ is ± one of S, so S is distributed like W; in the other scales a bucket of load n
+        holds √n as much. Empty buckets stay 0.
         """
-        factor = self.load_power(0.5) if self.scale != "mean" else self.load_power(1).clamp(max=1)
-        return factor
+        return self.load_power(0.0 if self.scale == "mean" else 0.5)
 
     def load_power(self, power: float) -> Tensor:
-        """Return the product of the loads of each small element's buckets to a power; empty buckets give 0."""
-        ones = torch.ones((), dtype=torch.float64)
+        """Return the product of the loads of each small element's buckets to a power; empty buckets give 0.
+
+        It has the small shape, or none where all loads are equal: then it takes no memory.
+        """
         rows = []
         for row in range(self.rows):
-            total = ones.expand(self._one_row().small_shape)
+            total = torch.ones((), dtype=torch.float64)
             for side in self.sides:
-                load = self._sketcher(side, row, torch.device("cpu")).load[:, :, None]
-                load = torch.where(load > 0, load.clamp(min=1) ** power, 0.0)
-                total = total * self._one_row().join(load.expand(*load.shape[:2], self._other(side)), side)
+                load = self._sketcher(side, row, torch.device("cpu")).load
+                factor = torch.where(load > 0, load.clamp(min=1) ** power, 0.0)
+                if bool((factor == factor[0, 0]).all()):
+                    total = total * factor[0, 0]
+                else:
+                    factor = factor[:, :, None].expand(*factor.shape, self._other(side))
+                    total = total * self._one_row().join(factor, side)
             rows.append(total)
+        if all(total.ndim == 0 and total == rows[0] for total in rows):
+            return rows[0]
+        rows = [total.expand(self._one_row().small_shape) for total in rows]
         return torch.stack(rows) if self.rows > 1 else rows[0]
 
     def split(self, weight: Tensor, side: str) -> Tensor:
@@ -242,7 +251,7 @@ class WeightPlan:
 
     def _map(self, verb: str, weight: Tensor, row: int) -> Tensor:
         for side in self.sides:
-            apply = getattr(self._sketcher(side, row, weight.device), verb)
+            apply: Map = getattr(self._sketcher(side, row, weight.device), verb)
             weight = self.join(apply(self.split(weight, side)), side)
         return weight
 
@@ -327,7 +336,7 @@ class Plan(Mapping[str, WeightPlan]):
         return "\n".join([table, *kept])
 
 
-def format_table(head: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
+def format_table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
     """Lay out a plain text table; columns of numbers are set flush right.
 
     >>> print(format_table(("name", "n"), [("a", "10"), ("bc", "9")]))

@@ -137,7 +137,7 @@ def find_candidates(
                     problems.append(f"{name}: {error}, e.g. skip=[{name!r}].")
             by_id[id(layer)] = Candidate([name], layer, recipe)
             inside.append(f"{name}." if name else "")
-        elif isinstance(layer, tuple(REGISTRY)):
+        elif any(isinstance(layer, known) for known in REGISTRY):
             parent = next(t.__name__ for t in REGISTRY if isinstance(layer, t))
             kept[name] = f"{type(layer).__name__} is a subclass of {parent}; sketch it by register_layer"
             size = sum(p.numel() for p in layer.parameters())
@@ -194,7 +194,7 @@ def _policy_reasons(model: nn.Module, candidates: list[Candidate], settings: Set
 
 
 def _is_shortcut(candidate: Candidate, candidates: list[Candidate]) -> bool:
-    """Tell a 1×1 convolution that leads around its block: from the block's inputs to its outputs, past two or more others."""
+    """Tell a 1×1 convolution that leads around its block: from its inputs to its outputs, past two or more others."""
 
     def is_conv(c: Candidate) -> bool:
         return isinstance(c.layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
@@ -329,7 +329,8 @@ def _lengths(names: list[str], geometry: Geometry, settings: Settings) -> tuple[
 def shorten(size: int, compression: float, exact: bool = False) -> int:
     """Return the length for a compression: size/compression, at least 1.
 
-    Lengths of 8 and more become multiples of 8, where kernels are fast, unless `exact` (the paper's ⌊size/compression⌋).
+    Lengths of 8 and more become multiples of 8, where kernels are fast, unless `exact` (the paper's
+    ⌊size/compression⌋).
 
     >>> shorten(512, 10), shorten(512, 10, exact=True), shorten(64, 10)
     (48, 51, 6)

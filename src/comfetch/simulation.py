@@ -23,6 +23,7 @@ from comfetch.methods.base import Build, Client, Message, Method, Server, State,
 from comfetch.models import constructor
 
 Record = dict[str, Any]
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Local:
 
     task: Task
     examples: Examples
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
     def __len__(self) -> int:
         """Count the examples."""
@@ -84,7 +85,7 @@ class Federation:
     parts: list[np.ndarray]
     fraction: float = 1.0
     seed: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     models: dict[Any, nn.Module] = field(default_factory=dict)
     memories: dict[int, State] = field(default_factory=dict)
     memory_bytes: tuple[int, int] | None = None
@@ -141,15 +142,15 @@ class Federation:
                 refused.append(str(error))
         if not uploads:
             raise RunError(
-                f"Round {server.round + 1}: every upload was refused, so there is nothing to average. First: {refused[0]} "
-                "If the loss is NaN, lower the learning rate."
+                f"Round {server.round + 1}: every upload was refused, so there is nothing to average. "
+                f"First: {refused[0]} If the loss is NaN, lower the learning rate."
             )
         server = self.method.step(server, uploads)
         measured, predicted = self.memory_bytes or (0, 0)
         record = {
-            "round": server.round, "loss": sum(x * n for x, n in losses) / sum(n for _, n in losses), "bytes_down": down,
-            "bytes_up": up, "client_memory": measured, "client_memory_predicted": predicted, "clients": len(uploads),
-            "refused": refused, "seconds": time.perf_counter() - started,
+            "round": server.round, "loss": sum(x * n for x, n in losses) / sum(n for _, n in losses),
+            "bytes_down": down, "bytes_up": up, "client_memory": measured, "client_memory_predicted": predicted,
+            "clients": len(uploads), "refused": refused, "seconds": time.perf_counter() - started,
         }  # fmt: skip
         return server, record
 

@@ -1,7 +1,7 @@
 """Sketch, unsketch and expand tensors: the mathematics, for any hash, along any one mode.
 
-H is the length × size matrix with H[index[j], j] = sign[j]; n is the load of each bucket and D = diag(n) = H Hᵀ. Sketching
-is S = A W and unsketching Ŵ = E S, with A and E by scale (docs/mathematics.md, 8):
+H is the length × size matrix with H[index[j], j] = sign[j]; n is the load of each bucket and D = diag(n) = H Hᵀ.
+Sketching is S = A W and unsketching Ŵ = E S, with A and E by scale (docs/mathematics.md, 8):
 
 ==========  ==========  ===========  ==================================================
 scale       A           E            E A
@@ -32,9 +32,16 @@ SCALES = ("mean", "isometric", "count")
 class SignedSum(nn.Module):
     """Sum signed rows: out[i] = Σ_t sign[i, t] · rows[source[i, t]], a sparse matrix of signs and its transpose.
 
-    The buffers follow the module to its device, but are no part of its state: they come from a key. The transpose is kept
-    beside the matrix, so that the gradient is a sum of the same kind, with no temporary larger than its result.
+    The buffers follow the module to its device, but are no part of its state: they come from a key. The transpose is
+    kept beside the matrix, so that the gradient is a sum of the same kind, with no temporary larger than its result.
     """
+
+    source: Tensor
+    offsets: Tensor
+    sign: Tensor
+    source_back: Tensor
+    offsets_back: Tensor
+    sign_back: Tensor
 
     def __init__(self, target: np.ndarray, source: np.ndarray, sign: np.ndarray, targets: int, sources: int) -> None:
         """Hold the matrix whose entries are sign[e] at (target[e], source[e])."""
@@ -93,7 +100,7 @@ class _SignedSum(torch.autograd.Function):
         return matrix.sum(rows, back)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _SignedSum.apply(grad, ctx.matrix, not ctx.back), None, None
 
 
@@ -115,6 +122,8 @@ class Sketcher(nn.Module):
 
     Tensors have the shape (batch, size, n) in full and (batch, length, n) in small: each batch entry has its own hash.
     """
+
+    load: Tensor
 
     def __init__(self, hash: hashing.Hash, length: int, scale: str = "mean") -> None:
         super().__init__()
@@ -287,7 +296,7 @@ def row_keys(key: int, rows: int) -> list[int]:
     return [hashing.fold(key, "row", row) for row in range(rows)]
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def sketcher(key: int, size: int, length: int, hash: str = "balanced", scale: str = "mean") -> Sketcher:
     """Make the sketcher of one hash."""
     return Sketcher(hashing.draw([hashing.check_key(key)], size, length, hash), length, scale)

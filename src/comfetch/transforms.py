@@ -1,7 +1,7 @@
 """Server-side steps between the average of the clients' updates and the weights: W ← W − Δ, Δ = chain(g).
 
-Each transform maps an update (name -> tensor) to an update and keeps its own state. g points uphill, as a gradient does:
-where clients send weights instead of gradients, g is minus the change of the weights.
+Each transform maps an update (name -> tensor) to an update and keeps its own state. g points uphill, as a gradient
+does: where clients send weights instead of gradients, g is minus the change of the weights.
 """
 
 import math
@@ -61,7 +61,7 @@ class _Stateful:
         return kept
 
 
-class chain(_Stateful):  # noqa: N801 - reads as the function it is used as
+class chain(_Stateful):
     """Apply transforms one after another.
 
     >>> step = chain(scale(0.5), scale(0.5))
@@ -95,7 +95,7 @@ class chain(_Stateful):  # noqa: N801 - reads as the function it is used as
             part.load_state_dict({n.split(".", 1)[1]: x for n, x in state.items() if n.split(".", 1)[0] == str(i)})
 
 
-class scale(_Stateful):  # noqa: N801
+class scale(_Stateful):
     """Multiply by a rate: η g."""
 
     def __init__(self, rate: float) -> None:
@@ -107,7 +107,7 @@ class scale(_Stateful):  # noqa: N801
         return {name: self.rate * g for name, g in update.items()}
 
 
-class momentum(_Stateful):  # noqa: N801
+class momentum(_Stateful):
     """u ← ρ u + g. With `masked`, u is set to 0 where Δ ≠ 0 (FetchSGD's factor masking)."""
 
     def __init__(self, factor: float = 0.9, masked: bool = False) -> None:
@@ -127,7 +127,7 @@ class momentum(_Stateful):  # noqa: N801
             self.state = {name: torch.where(delta[name] != 0, 0, u) for name, u in self.state.items()}
 
 
-class top_k:  # noqa: N801
+class top_k:
     """Keep the largest coordinates in magnitude, a fraction of each layer's or of all; set the others to 0.
 
     Of equal ones the first are kept, so that the choice is the same everywhere.
@@ -161,11 +161,11 @@ class top_k:  # noqa: N801
         return torch.where(above, flat, 0)
 
 
-class error_feedback(_Stateful):  # noqa: N801
+class error_feedback(_Stateful):
     """v = e + g ; Δ = select(v) ; e ← v − Δ.
 
-    In sketch space e and g are small, and Δ is full: v_S = e_S + g_S ; Δ = select(lift(v_S)) ; e_S ← v_S − drop(Δ), where
-    `drop` is the pseudo-inverse of `lift`, so that what leaves the error is what the lift has added.
+    In sketch space e and g are small, and Δ is full: v_S = e_S + g_S ; Δ = select(lift(v_S)) ; e_S ← v_S − drop(Δ),
+    where `drop` is the pseudo-inverse of `lift`, so that what leaves the error is what the lift has added.
     """
 
     def __init__(self, select: Map) -> None:
@@ -183,7 +183,7 @@ class error_feedback(_Stateful):  # noqa: N801
         return delta
 
 
-class adaptive(_Stateful):  # noqa: N801
+class adaptive(_Stateful):
     """Divide by a running scale of each coordinate (Reddi et al., Adaptive Federated Optimization).
 
     m ← β₁ m + (1 − β₁) g ; s by kind ; Δ = rate · m / (√s + τ).

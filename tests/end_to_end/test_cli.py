@@ -10,18 +10,20 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
 from safetensors import safe_open
 
 from comfetch.cli import app
 from comfetch.cli.demo import PICTURE
+from comfetch.cli.watch import Watch
 from comfetch.experiment import Experiment
 from comfetch.files import load_state
 from comfetch.report import find_runs, group_runs
 from tests.end_to_end.commands import TINY, comfetch, finish, start
 
 FILES = {
-    "run.toml", "environment.json", "rounds.jsonl", "checkpoint.safetensors", "full.safetensors", "sketched.safetensors",
-    "partition.json", "footprint.json",
+    "run.toml", "environment.json", "partition.json", "footprint.json", "rounds.jsonl", "checkpoint.safetensors",
+    "full.safetensors", "sketched.safetensors",
 }  # fmt: skip
 NUMBERS = {"round", "loss", "accuracy", "accuracy_full", "bytes_down", "bytes_up", "client_memory", "seconds"}
 
@@ -66,7 +68,7 @@ def test_a_run_folder_holds_everything() -> None:
     assert list(Path("run/tensorboard").glob("events.out.tfevents.*"))
     records = [json.loads(line) for line in Path("run/rounds.jsonl").read_text().splitlines()]
     assert [record["round"] for record in records] == [1, 2]
-    assert all(NUMBERS <= record.keys() for record in records)
+    assert all(record.keys() >= NUMBERS for record in records)
     options = tomllib.loads(Path("run/run.toml").read_text())
     assert Experiment.of(options).options() == options and options["rounds"] == 2
     environment = json.loads(Path("run/environment.json").read_text())
@@ -154,7 +156,9 @@ def test_a_broken_file_is_refused_by_name(text: str, message: str) -> None:
 def test_a_dataset_with_a_wrong_checksum_is_refused() -> None:
     for name, size in (("train", 2605912), ("test", 330912)):
         Path(f"ud_english_ewt_{name}.conllu.gz").write_bytes(bytes(size))
-    assert re.search(r"ewt_\w+.conllu.gz: sha256 \w+ found, \w+ expected", comfetch("run", "ewt-pos", "--data-dir", ".").told)
+    assert re.search(
+        r"ewt_\w+.conllu.gz: sha256 \w+ found, \w+ expected", comfetch("run", "ewt-pos", "--data-dir", ".").told
+    )
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
@@ -303,3 +307,15 @@ def test_the_demo_keeps_what_it_promises_and_is_shown_again() -> None:
     assert (Path("demo") / PICTURE).stat().st_size > 10_000
     again = comfetch("demo", "--out", "demo")
     assert again.code == 0 and "has all its rounds already" in again.out
+
+
+def test_an_upload_that_was_refused_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    record = {
+        "round": 1, "loss": 1.0, "accuracy": 0.5, "bytes_down": 1, "bytes_up": 1, "seconds": 1.0,
+        "refused": ["client 2: fc.weight has NaN or infinite values."],
+    }  # fmt: skip
+    with Watch(Console()) as watch:
+        watch.follow("digits", 3).round(record)
+    shown = capsys.readouterr().out
+    assert "digits, round 1: upload refused, client 2: fc.weight has NaN or infinite values." in shown
+    assert "digits: round 1/3 loss 1.000 accuracy 50.0% ↓1 B ↑1 B 0:02 left" in shown

@@ -8,6 +8,7 @@ import shlex
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,10 @@ def assert_nothing_is_half_written(folder: Path) -> None:
     rounds(folder)
 
 
+def has_rounds(folder: Path, least: int, child: Any) -> bool:
+    return len(rounds(folder)) >= least or not child.is_alive()
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
     while not condition():
@@ -91,7 +96,7 @@ def test_a_run_killed_at_random_moments_goes_on_bit_for_bit(uninterrupted: Path,
         folder = tmp_path / str(number)
         for least in (moments.randint(0, 2), moments.randint(0, 4)):
             child = run(folder)
-            wait_for(lambda child=child, least=least: len(rounds(folder)) >= least or not child.is_alive())
+            wait_for(partial(has_rounds, folder, least, child))
             time.sleep(moments.uniform(0, lasts / 4))
             child.kill()
             child.join()
@@ -120,7 +125,9 @@ def test_ctrl_c_says_how_to_go_on_and_that_works(uninterrupted: Path, tmp_path: 
     process.send_signal(signal.SIGINT)
     result = finish(process)
     assert result.code == 130 and result.err.count("\n") == 1
-    told = re.fullmatch(r"comfetch: interrupted after round \d, which is saved. Go on with: comfetch (.*)\n", result.err)
+    told = re.fullmatch(
+        r"comfetch: interrupted after round \d, which is saved. Go on with: comfetch (.*)\n", result.err
+    )
     assert told, result.err
     assert comfetch(*shlex.split(told[1])).code == 0
     assert_same_result(folder, uninterrupted)

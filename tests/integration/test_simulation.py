@@ -103,7 +103,8 @@ def test_a_run_folder_holds_options_environment_and_models(tmp_path):
     assert tomllib.loads((tmp_path / "run.toml").read_text())["compression"] == 8.0
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert {"torch", "threads", "data", "commit"} <= environment.keys()
-    assert {"full.safetensors", "sketched.safetensors", "checkpoint.safetensors"} <= {p.name for p in tmp_path.iterdir()}
+    found = {p.name for p in tmp_path.iterdir()}
+    assert {"full.safetensors", "sketched.safetensors", "checkpoint.safetensors"} <= found
 
 
 def test_a_folder_of_another_configuration_is_never_overwritten(tmp_path):

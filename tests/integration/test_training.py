@@ -54,18 +54,16 @@ class ThroughSketch(nn.Module):
         return {name: self.sketch[name] @ x if name in self.sketch else x for name, x in state.items()}
 
 
-def train(model: nn.Module, optimiser: torch.optim.Optimizer, steps: int = STEPS) -> float:
+def train(model: nn.Module, optimiser: torch.optim.Optimizer, steps: int = STEPS) -> None:
     data = torch.Generator().manual_seed(1)
     x = torch.randn(64, 12, dtype=torch.float64, generator=data)
     y = torch.randn(64, 3, dtype=torch.float64, generator=data)
-    loss = torch.zeros(())
     for step in range(steps):
         part = torch.arange(16) + 16 * (step % 4)
         optimiser.zero_grad()
         loss = (model(x[part]) - y[part]).square().mean()
         loss.backward()
         optimiser.step()
-    return float(loss)
 
 
 def check_equal_training(optimiser: str, groups: str, **options: Any) -> None:
@@ -80,7 +78,7 @@ def check_equal_training(optimiser: str, groups: str, **options: Any) -> None:
     wanted = through.small_state()
     for name, value in small.state_dict().items():
         close(value, wanted[name], 1e-6, name)
-        assert float((value - start[name]).abs().max()) > 1e-3, f"{name} did not move"
+        assert float((value - start[name]).abs().max()) > 1e-4, f"{name} did not move"
 
 
 @pytest.mark.parametrize("hash", ["random", "balanced"])

@@ -156,7 +156,8 @@ def test_an_upload_that_is_no_answer_is_refused_and_named(spoil, complaint):
     [
         lambda: Comfetch(0.5), lambda: Comfetch(4, uploads="everything"), lambda: Comfetch(4, redraw=0),
         lambda: Comfetch(4, space="outer"), lambda: Comfetch(4, space="sketch", redraw=2),
-        lambda: Comfetch(4, sketch={"lenght": 3}), lambda: Comfetch(4, sketch={"hash": "md5"}), lambda: Comfetch(4, key=-1),
+        lambda: Comfetch(4, sketch={"lenght": 3}), lambda: Comfetch(4, sketch={"hash": "md5"}),
+        lambda: Comfetch(4, key=-1),
         lambda: Local("adamm"), lambda: Local(lr=0), lambda: Local(lr=float("nan")), lambda: Local(epochs=0),
         lambda: Local(batch_size=-1), lambda: Local(clip=0.0), lambda: Local(prox=-1),
         lambda: Local("adam", settings={"momentum": 0.9}),

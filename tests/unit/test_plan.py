@@ -141,8 +141,8 @@ def test_table_of_nothing_is_its_head() -> None:
 
 def test_loads_of_two_sides_multiply() -> None:
     plan = weight_plan(mode="both", geometry=Geometry((12, 8)), length=(4, 4), blocks=1)
-    assert torch.equal(plan.load_power(1), torch.full((4, 4), 6.0, dtype=torch.float64))
-    assert torch.allclose(plan.load_power(0.5), torch.full((4, 4), 6.0, dtype=torch.float64).sqrt())
+    assert torch.equal(plan.load_power(1).expand(4, 4), torch.full((4, 4), 6.0, dtype=torch.float64))
+    assert torch.allclose(plan.load_power(0.5).expand(4, 4), torch.full((4, 4), 6.0, dtype=torch.float64).sqrt())
 
 
 def test_loads_of_random_hashes_are_finite_to_every_power() -> None:

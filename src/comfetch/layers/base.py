@@ -173,9 +173,15 @@ class SketchedLayer(nn.Module):
         """Return the full layer on the meta device: options and shapes, no values."""
         return self._full[0]
 
+    def product(self, weight: str) -> Product:
+        """Return the product of one sketched weight."""
+        found = self.products[weight]
+        assert isinstance(found, Product)
+        return found
+
     def unsketched(self) -> nn.Module:
         """Return the full layer with the weights Ŵ = E S."""
-        layer = meta_copy(self.full)
+        layer: nn.Module = meta_copy(self.full)
         for name, parameter in self._parameters.items():
             if parameter is not None:
                 value = parameter.detach()

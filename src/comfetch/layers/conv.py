@@ -1,9 +1,9 @@
 """Sketched convolutions and transposed convolutions, of 1, 2 and 3 dimensions, with every option of torch's.
 
-The small weight is convolved as so many groups as the product has parts, between signed sums over channels. Two things make
-that fast on CPUs. The arranged weight has its channels innermost, which sends grouped convolutions to the kernels for that
-layout, and taps that meet nothing but padding are left out. And where the map is so small that a convolution is mostly
-padding (2×2 under a 3×3 kernel), it is written as a matrix product over channels and positions.
+The small weight is convolved as so many groups as the product has parts, between signed sums over channels. Two
+things make that fast on CPUs. The arranged weight has its channels innermost, which sends grouped convolutions to the
+kernels for that layout, and taps that meet nothing but padding are left out. And where the map is so small that a
+convolution is mostly padding (2×2 under a 3×3 kernel), it is written as a matrix product over channels and positions.
 """
 
 import functools
@@ -34,7 +34,7 @@ class SketchedConv(SketchedLayer):
         if x.ndim == len(self.full.kernel_size) + 1:
             return self.forward(x[None])[0]
         x, padding = self._pad(_KeepLayout.apply(x))
-        product: Product = self.products["weight"]  # type: ignore[assignment]
+        product = self.product("weight")
         window = Window(tuple(x.shape[2:]), self.full.kernel_size, self.full.stride, padding, self.full.dilation)
         weight = product.weight(self.weight)
         if window.is_small(product.plan.compression):
@@ -68,7 +68,7 @@ class Window:
         self.out = tuple(_out(*dimension) for dimension in self.dimensions)
 
     def is_small(self, compression: float) -> bool:
-        """Tell whether a matrix over all pairs of positions is little larger than the kernel, and below the full weight."""
+        """Tell whether a matrix over all pairs of positions is little larger than S, and below the full weight."""
         pairs = math.prod(self.size) * math.prod(self.out)
         return 0 < pairs < math.prod(self.kernel) * min(2.01, compression)
 
@@ -92,13 +92,13 @@ def _convolve(weight: Tensor, x: Tensor, window: Window) -> Tensor:
 
 
 def has_plain_kernel(weight: Tensor) -> bool:
-    """Tell whether the channels of (parts, outputs, inputs, taps) fill vectors, so that the usual layout is fast, too."""
+    """Tell whether the channels of (parts, outputs, inputs, taps) fill vectors: the usual layout is fast, too."""
     return weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
 
 
 @functools.lru_cache(maxsize=1024)
 def _live_taps(size: int, kernel: int, stride: int, padding: int, dilation: int) -> tuple[int, int, int]:
-    """Return the range of taps that ever meet data (the others see padding only), and the padding left to that range."""
+    """Return the range of taps that ever meet data, not padding only, and the padding left to that range."""
     out = _out(size, kernel, stride, padding, dilation)
     live = [t for t in range(kernel) if any(0 <= o * stride + t * dilation - padding < size for o in range(out))]
     if live:
@@ -150,7 +150,7 @@ class SketchedConvTranspose(SketchedLayer):
         if x.ndim == dims + 1:
             return self.forward(x[None], output_size)[0]
         padding = full._output_padding(x, output_size, full.stride, full.padding, full.kernel_size, dims, full.dilation)
-        product: Product = self.products["weight"]  # type: ignore[assignment]
+        product = self.product("weight")
         last = is_channels_last(x)
         x = sum_inputs(product, _KeepLayout.apply(x), last)
         weight = product.weight(self.weight).transpose(1, 2)
@@ -177,8 +177,8 @@ def finish_outputs(product: Product, z: Tensor, last: bool) -> Tensor:
 class _KeepLayout(torch.autograd.Function):
     """Return a tensor as it is, and its gradient in the tensor's own layout.
 
-    A convolution hands back the gradient in the layout of its weight; layers before would then work on two layouts at once,
-    which is slow.
+    A convolution hands back the gradient in the layout of its weight; layers before would then work on two layouts at
+    once, which is slow.
     """
 
     @staticmethod
@@ -187,19 +187,19 @@ class _KeepLayout(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return to_layout(grad, ctx.last)
 
 
 class _Transpose(torch.autograd.Function):
-    """Transpose a matrix into new memory, forward and backward: torch copies matrices much faster than strided views."""
+    """Transpose a matrix into new memory, forward and backward: matrices are copied faster than strided views."""
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor) -> Tensor:
         return matrix.t().contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         transposed: Tensor = _Transpose.apply(grad)
         return transposed
 

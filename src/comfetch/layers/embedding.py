@@ -18,6 +18,11 @@ class SketchedEmbedding(SketchedLayer):
 
     weight: Tensor
     full: nn.Embedding
+    factor: Tensor | None
+    input_index: Tensor
+    input_sign: Tensor
+    output_index: Tensor
+    output_sign: Tensor
 
     def __init__(self, full: nn.Embedding, plans: Plans) -> None:
         super().__init__(full, plans)

@@ -1,5 +1,7 @@
 """Sketched fully connected layers."""
 
+import math
+
 from torch import Tensor, nn
 
 from comfetch.layers.base import Recipe, SketchedLayer, register_layer, with_bias
@@ -14,7 +16,7 @@ class SketchedLinear(SketchedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, inputs) to (…, outputs)."""
-        rows = self.products["weight"].linear(self.weight, x.flatten(0, -2))
+        rows = self.product("weight").linear(self.weight, x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
         return with_bias(rows, self.bias).view(*x.shape[:-1], len(rows))
 
 

@@ -1,7 +1,7 @@
 """Modules of torch that reach into their children: keep them from reading a small weight as a full one.
 
-`nn.TransformerEncoderLayer` and `nn.TransformerEncoder` have a fast path in evaluation that passes `linear1.weight` and the
-like to a fused kernel. It is switched off while one of their layers is sketched, and on again by `unsketch`.
+`nn.TransformerEncoderLayer` and `nn.TransformerEncoder` have a fast path in evaluation that passes `linear1.weight`
+and the like to a fused kernel. It is switched off while one of their layers is sketched, and on again by `unsketch`.
 """
 
 from typing import Any

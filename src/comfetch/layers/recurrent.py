@@ -116,7 +116,7 @@ class SketchedRecurrent(SketchedLayer):
         hidden, weight = self._weight(f"weight_hh_{name}")
         projection, projection_weight = self._weight(f"weight_hr_{name}") if self.proj_size else (None, None)
         loop = Loop(CELLS[self.mode], hidden, projection, sizes, name.endswith("_reverse"))
-        output, *final = Recurrence.apply(loop, inputs, hidden_bias, weight, projection_weight, *initial)  # type: ignore[no-untyped-call]
+        output, *final = Recurrence.apply(loop, inputs, hidden_bias, weight, projection_weight, *initial)
         return output, tuple(final)
 
     def _weight(self, name: str) -> tuple[Product, Tensor]:

@@ -1,8 +1,8 @@
 """The protocol of federated methods, and what all of them share.
 
-A driver (the local simulation, Flower) calls a method at the same few seams, and counts bytes and memory there, the same way
-for all. Everything that crosses a seam or outlives a round is a dictionary of tensors with a little text, so it can be
-sent and saved as it is.
+A driver (the local simulation, Flower) calls a method at the same few seams, and counts bytes and memory there, the
+same way for all. Everything that crosses a seam or outlives a round is a dictionary of tensors with a little text, so
+it can be sent and saved as it is.
 """
 
 import json

@@ -23,7 +23,7 @@ from comfetch.transforms import Transform, chain
 
 @dataclass
 class FedAvg:
-    """Average models that clients have trained. Nothing is compressed: the client holds, gets and sends the full model."""
+    """Average models that clients have trained. Nothing is compressed: clients hold, get and send the full model."""
 
     local: Local = field(default_factory=Local)
     server: Transform = field(default_factory=chain)

@@ -98,7 +98,7 @@ def train_locally(model: nn.Module, data: LocalData, local: Local, memory: State
 
 
 def one_gradient(model: nn.Module, data: LocalData, local: Local, seed: int) -> Trained:
-    """Take the gradient of the loss over `steps` batches, or over all local data (Algorithm 1: one gradient a round)."""
+    """Take the gradient of the loss over `steps` batches, or over all local data (Algorithms 1 and 2)."""
     model.train()
     model.zero_grad()
     losses, seen = [], 0
