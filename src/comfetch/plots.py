@@ -3,6 +3,7 @@
 A figure is drawn without a state of its own and becomes a PNG file, or SVG text whose ink follows the page's colour.
 """
 
+import contextlib
 import io
 import re
 from collections.abc import Mapping, Sequence
@@ -150,7 +151,8 @@ def to_png(figure: Figure, path: Path) -> None:
         figure.savefig(beside, format="png", dpi=180)
         beside.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink()
         raise RunError(f"{path}: cannot be written. {error.strerror}.") from error
 
 

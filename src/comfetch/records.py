@@ -205,7 +205,8 @@ def write_text(path: Path, text: str) -> None:
         beside.write_text(text, encoding="utf-8")
         os.replace(beside, path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink()
         raise RunError(f"{path}: cannot be written. {error.strerror}.") from error
 
 

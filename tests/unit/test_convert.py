@@ -207,7 +207,7 @@ def test_users_layer_is_sketched_by_one_decorated_function(registry: dict) -> No
 
     class SketchedScaled(SketchedLayer):
         def forward(self, x: Tensor) -> Tensor:
-            return self.gain * self.products["weight"].linear(self.weight, x).t()
+            return self.gain * self.product("weight").multiply(self.weight, x.t()).t()
 
     @cf.register_layer(Scaled)
     def scaled(layer: Scaled) -> Recipe:

@@ -4,11 +4,12 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import click
 import typer
 
+from comfetch import __version__
 from comfetch.cli.demo import demo
 from comfetch.cli.runs import INTERRUPTED, compare, run
 from comfetch.cli.show import footprint, report
@@ -27,8 +28,12 @@ for command in (demo, run, compare, report, footprint):
 
 
 @app.callback(invoke_without_command=True)
-def _start(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
+def _start(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False
+) -> None:
+    if version:
+        typer.echo(f"comfetch {__version__}")
+    elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 

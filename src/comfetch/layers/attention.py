@@ -105,7 +105,7 @@ class SketchedAttention(SketchedLayer):
             if id(x) not in transposed:
                 rows = x.flatten(0, 1).t()
                 transposed[id(x)] = rows if product.before is None else rows.contiguous()
-            y = with_bias(multiply_rows(product, small, transposed[id(x)]), bias)
+            y = with_bias(product.multiply(small, transposed[id(x)]), bias)
             y = y.view(*x.shape[:2], self.num_heads, self.head_dim)
             projected.append(y.permute(0, 2, 1, 3) if self.batch_first else y.permute(1, 2, 0, 3))
         return projected
@@ -147,14 +147,6 @@ class SketchedAttention(SketchedLayer):
         if self.add_zero_attn:
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
         return k, v, None if mask is None else F.pad(mask, (0, k.shape[2] - before))
-
-
-def multiply_rows(product: Product, small: Tensor, rows: Tensor) -> Tensor:
-    """Multiply columns with the weight: (inputs, n) -> (outputs, n)."""
-    if product.before is not None:
-        rows = product.before(rows)
-    slices = rows.unflatten(0, (product.parts, -1))
-    return product.finish(torch.bmm(product.weight(small)[..., 0], slices).flatten(0, 1))
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -100,14 +100,12 @@ class Product(nn.Module):
         parts = rows.unflatten(0, (self.parts // k, k, -1)).transpose(0, 1)
         return sketching.median(parts).flatten(0, 1)
 
-    def linear(self, small: Tensor, x: Tensor) -> Tensor:
-        """Multiply the rows of x with the weight: (n, inputs) -> (outputs, n)."""
-        weight = self.weight(small)[..., 0]
-        if self.before is None:
-            slices = x.unflatten(1, (self.parts, -1)).permute(1, 2, 0)
-        else:
-            slices = self.before(x.t().contiguous()).unflatten(0, (self.parts, -1))
-        return self.finish(torch.bmm(weight, slices).flatten(0, 1))
+    def multiply(self, small: Tensor, columns: Tensor) -> Tensor:
+        """Multiply columns with the weight: (inputs, n) -> (outputs, n)."""
+        if self.before is not None:
+            columns = self.before(columns)
+        slices = columns.unflatten(0, (self.parts, -1))
+        return self.finish(torch.bmm(self.weight(small)[..., 0], slices).flatten(0, 1))
 
     def _draw(self, side: str, row: int) -> hashing.Hash:
         blocks = self.plan.blocks

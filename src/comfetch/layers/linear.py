@@ -16,7 +16,8 @@ class SketchedLinear(SketchedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, inputs) to (…, outputs)."""
-        rows = self.product("weight").linear(self.weight, x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
+        columns = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).t()
+        rows = self.product("weight").multiply(self.weight, columns)
         return with_bias(rows, self.bias).view(*x.shape[:-1], len(rows))
 
 
