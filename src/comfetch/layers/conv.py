@@ -164,14 +164,14 @@ def sum_inputs(product: Product, x: Tensor, last: bool) -> Tensor:
     """Sum the channels of (batch, channels, …) into the product's inputs, innermost in memory with `last`."""
     if product.before is None:
         return x
-    return channels_from_rows(product.before(rows_from_channels(x)), x, last)
+    return _FromRows.apply(product.before(_ToRows.apply(x)), tuple(x.shape), last)
 
 
 def finish_outputs(product: Product, z: Tensor, last: bool) -> Tensor:
     """Bring the channels of the small convolution to the full ones, innermost in memory with `last`."""
     if product.after is None and product.plan.rows == 1:
         return to_layout(z, last)
-    return channels_from_rows(product.finish(rows_from_channels(z)), z, last)
+    return _FromRows.apply(product.finish(_ToRows.apply(z)), tuple(z.shape), last)
 
 
 class _KeepLayout(torch.autograd.Function):
@@ -191,17 +191,29 @@ class _KeepLayout(torch.autograd.Function):
         return to_layout(grad, ctx.last)
 
 
-class _Transpose(torch.autograd.Function):
-    """Transpose a matrix into new memory, forward and backward: matrices are copied faster than strided views."""
+class _ToRows(torch.autograd.Function):
+    """(batch, channels, …) -> (channels, batch · …), by way of the usual layout: two fast copies instead of a slow one."""
 
     @staticmethod
-    def forward(ctx: Any, matrix: Tensor) -> Tensor:
-        return matrix.t().contiguous()
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape, ctx.last = x.shape, is_channels_last(x)
+        return x.contiguous().transpose(0, 1).reshape(x.shape[1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        transposed: Tensor = _Transpose.apply(grad)
-        return transposed
+        return _FromRows.apply(grad, ctx.shape, ctx.last)
+
+
+class _FromRows(torch.autograd.Function):
+    """(channels, batch · …) -> (batch, channels, …), in either layout."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, shape: Sizes, last: bool) -> Tensor:
+        return to_layout(rows.view(len(rows), shape[0], *shape[2:]).transpose(0, 1).contiguous(), last)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _ToRows.apply(grad), None, None
 
 
 def is_channels_last(x: Tensor) -> bool:
@@ -212,21 +224,6 @@ def is_channels_last(x: Tensor) -> bool:
 def to_layout(x: Tensor, last: bool) -> Tensor:
     """Bring a tensor into one of the two layouts."""
     return x.movedim(1, -1).contiguous().movedim(-1, 1) if last else x.contiguous()
-
-
-def rows_from_channels(x: Tensor) -> Tensor:
-    """(batch, channels, …) -> (channels, batch · …)."""
-    if is_channels_last(x):
-        rows: Tensor = _Transpose.apply(x.movedim(1, -1).flatten(0, -2))
-        return rows
-    return x.transpose(0, 1).reshape(x.shape[1], -1)
-
-
-def channels_from_rows(rows: Tensor, like: Tensor, last: bool) -> Tensor:
-    """(channels, batch · …) -> (batch, channels, …), with the batch and the map of `like`."""
-    if last:
-        return _Transpose.apply(rows).view(len(like), *like.shape[2:], -1).movedim(-1, 1)
-    return rows.view(len(rows), len(like), *like.shape[2:]).transpose(0, 1).contiguous()
 
 
 def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
