@@ -20,7 +20,6 @@ from comfetch import hashing
 from comfetch.layers import SketchedLayer
 from comfetch.plan import WeightPlan
 
-
 compiles = pytest.mark.filterwarnings(  # dynamo does both itself
     "ignore:.*autograd.function.Function.*should not be instantiated:DeprecationWarning",
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
@@ -86,9 +85,7 @@ def dense_full_gradient(plan: WeightPlan, small: np.ndarray, row: int = 0) -> np
 
 def dense_lift(plan: WeightPlan, small: np.ndarray, row: int = 0) -> np.ndarray:
     """A⁺ times a small change, of one row, block by block."""
-    return _blockwise(
-        plan, small, row, lambda h: np.linalg.pinv(sketching_matrix(h, plan.scale)), to_small=False
-    )
+    return _blockwise(plan, small, row, lambda h: np.linalg.pinv(sketching_matrix(h, plan.scale)), to_small=False)
 
 
 def stacked_sketching_matrix(plan: WeightPlan) -> np.ndarray:

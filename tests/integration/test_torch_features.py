@@ -228,6 +228,38 @@ def test_model_on_the_meta_device_has_the_right_shapes(name: str) -> None:
     found.mean().backward()
 
 
+@pytest.mark.parametrize("size", [1, 2, 9])
+@pytest.mark.parametrize("scale", ["mean", "isometric", "count"])
+def test_evaluation_in_inference_mode_does_not_spoil_later_training(size: int, scale: str) -> None:
+    """Whatever is kept from one call to the next must be fit for both."""
+    model = cf.sketch(
+        lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * size**2, 8)),
+        policy="all", compression=2, scale=scale, key=size,
+    )  # fmt: skip
+    x = torch.randn(2, 8, size, size)
+    with torch.inference_mode():
+        wanted = model(x)
+        close(cf.unsketch(model)(x), wanted, 1e-5, "unsketched")
+    assert torch.equal(model(x), wanted)
+    assert all(torch.isfinite(g).all() for g in gradients(model, x))
+    plan = cf.plan_of(model)["0.weight"]
+    weight = torch.randn(plan.shape, requires_grad=True)
+    plan.unsketch(plan.sketch(weight)).square().sum().backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_channels_last_memory_format_gives_the_same_result(mode: str) -> None:
+    model = cf.sketch(lambda: nn.Conv2d(16, 16, 3, padding=1), compression=2, mode=mode)
+    for size in (2, 7):
+        x = torch.randn(3, 16, size, size)
+        last = x.contiguous(memory_format=torch.channels_last)
+        a, b = x.clone().requires_grad_(), last.clone().requires_grad_()
+        close(model(b), model(a), 1e-5, "output")
+        for t in (a, b):
+            model(t).square().sum().backward()
+        close(b.grad, a.grad, 1e-5, "gradient")
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_second_derivatives_exist(mode: str) -> None:
     model = quiet_sketch(nn.Linear(6, 8), compression=2, mode=mode).double()

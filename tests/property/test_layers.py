@@ -65,9 +65,7 @@ def conv(draw: Draw, kind: Any, dtype: torch.dtype) -> Case:
     padding: Any = draw(st.sampled_from(["same", "valid", "numbers", "numbers", "numbers"]))
     stride = (1,) * dims if padding == "same" else each(1, 2)
     padding = each(0, 2) if padding == "numbers" else padding
-    layer = kind(
-        inputs, outputs, kernel, stride, padding, dilation, groups, draw(st.booleans()), mode, dtype=dtype
-    )
+    layer = kind(inputs, outputs, kernel, stride, padding, dilation, groups, draw(st.booleans()), mode, dtype=dtype)
     pads = padding if isinstance(padding, tuple) else (0,) * dims
     spans = [max(1, d * (k - 1) + 1 - 2 * p) for k, d, p in zip(kernel, dilation, pads, strict=True)]
     space = tuple(span + draw(st.integers(0, 3)) for span in spans)  # down to maps that are mostly padding
@@ -87,9 +85,7 @@ def conv_transpose(draw: Draw, kind: Any, dtype: torch.dtype) -> Case:
     inputs, outputs = groups * draw(st.integers(1 if groups == 1 else 2, 5)), groups * draw(st.integers(1, 5))
     kernel, dilation, stride, padding = each(1, 3), each(1, 2), each(1, 3), each(0, 1)
     extra = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True))
-    layer = kind(
-        inputs, outputs, kernel, stride, padding, extra, groups, draw(st.booleans()), dilation, dtype=dtype
-    )
+    layer = kind(inputs, outputs, kernel, stride, padding, extra, groups, draw(st.booleans()), dilation, dtype=dtype)
     space = each(2, 4)
     batch = draw(st.sampled_from([(), (0,), (1,), (2,)]))
     x = variable((*batch, inputs, *space), dtype)

@@ -161,7 +161,9 @@ def test_depthwise_layers_stay_full_in_the_model_too() -> None:
 
 
 def test_embedding_with_max_norm_can_be_skipped() -> None:
-    model = nn.Sequential(nn.Embedding(100, 64, max_norm=1.0), nn.Linear(64, 512), nn.Linear(512, 512), nn.Linear(512, 2))
+    model = nn.Sequential(
+        nn.Embedding(100, 64, max_norm=1.0), nn.Linear(64, 512), nn.Linear(512, 512), nn.Linear(512, 2)
+    )
     assert type(quiet_sketch(model, skip=["0"])[0]) is nn.Embedding
 
 

@@ -318,6 +318,7 @@ def test_fashion_mnist_is_read_from_idx_files(end: str, tmp_path: Path) -> None:
         (gzip.compress(idx(IMAGES)[:-1]), r"12,287 values found, shape \(4, 3072\) announced"),
         (gzip.compress(b"\0\0\x08\x02" + b"\xff" * 8), r"0 values found, shape \(4294967295, 4294967295\)"),
     ],
+    ids=["cut", "plain", "wrong type", "cut header", "too short", "absurd shape"],
 )
 def test_damaged_idx_file_is_refused_by_name(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "train-images-idx3-ubyte.gz"

@@ -58,8 +58,9 @@ MODELS: dict[str, tuple[Any, Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("optimiser", OPTIMISERS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name, optimiser", [("linear", optimiser) for optimiser in OPTIMISERS] + [(name, "adam") for name in MODELS][1:]
+)
 def test_predicted_and_measured_bytes_agree_within_ten_per_cent(name: str, optimiser: str) -> None:
     build, batch = MODELS[name]
     for mode in ("output", "input"):

@@ -186,7 +186,9 @@ def test_neighbouring_coordinates_collide_no_more_than_by_chance(kind: str) -> N
 
 
 def test_hashes_of_derived_keys_are_independent() -> None:
-    keys = [hashing.fold(3, "output", row, group, block) for row in range(3) for group in range(2) for block in range(8)]
+    keys = [
+        hashing.fold(3, "output", row, group, block) for row in range(3) for group in range(2) for block in range(8)
+    ]
     _, sign = hashing.draw(keys, 4096, 64)
     correlation = sign.astype(float) @ sign.astype(float).T / 4096
     assert abs(correlation - np.eye(len(keys))).max() < 5 / math.sqrt(4096)

@@ -322,7 +322,17 @@ def test_each_row_has_the_length_of_a_single_one() -> None:
 
 @pytest.mark.parametrize(
     "inputs, compression, blocks",
-    [(512, 10, 8), (512, 16, 16), (512, 12, 8), (512, 12.1, 16), (30, 4, 3), (30, 8, 6), (7, 4, 1), (7, 4.1, 7), (1, 9, 1)],
+    [
+        (512, 10, 8),
+        (512, 16, 16),
+        (512, 12, 8),
+        (512, 12.1, 16),
+        (30, 4, 3),
+        (30, 8, 6),
+        (7, 4, 1),
+        (7, 4.1, 7),
+        (1, 9, 1),
+    ],
 )
 def test_automatic_blocks_are_the_nearest_divisor_and_the_smaller_at_a_tie(
     inputs: int, compression: float, blocks: int

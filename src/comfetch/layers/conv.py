@@ -96,7 +96,6 @@ def has_plain_kernel(weight: Tensor) -> bool:
     return weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
 
 
-@functools.lru_cache(maxsize=1024)
 def _live_taps(size: int, kernel: int, stride: int, padding: int, dilation: int) -> tuple[int, int, int]:
     """Return the range of taps that ever meet data, not padding only, and the padding left to that range."""
     out = _out(size, kernel, stride, padding, dilation)
@@ -112,17 +111,19 @@ def _live_taps(size: int, kernel: int, stride: int, padding: int, dilation: int)
 def _multiply(product: Product, weight: Tensor, x: Tensor, window: Window) -> Tensor:
     """Convolve as a product of matrices over channels and positions, (parts, outputs · out, inputs · size)."""
     inputs, outputs = math.prod(window.size), math.prod(window.out)
-    place = _placement(window.dimensions, weight.dtype, weight.device)
+    make = _placement.__wrapped__ if torch.compiler.is_compiling() else _placement  # a compiler traces no caches
+    place = make(window.dimensions, weight.dtype, weight.device)
     matrix = (weight @ place).unflatten(3, (outputs, inputs)).transpose(2, 3).flatten(3).flatten(1, 2)
     if product.before is None:
-        slices = x.reshape(len(x), product.parts, -1).permute(1, 2, 0)
+        slices = x.flatten(1).unflatten(1, (product.parts, -1)).permute(1, 2, 0)
     else:
-        rows = x.reshape(len(x), -1).t().reshape(x.shape[1], -1)
-        slices = product.before(rows).view(product.parts, -1, len(x))
-    rows = product.finish(torch.bmm(matrix, slices).view(-1, outputs * len(x))).view(-1, outputs, len(x))
+        summed = product.before(x.flatten(2).permute(1, 2, 0).flatten(1))
+        slices = summed.unflatten(1, (inputs, len(x))).flatten(0, 1).unflatten(0, (product.parts, -1))
+    z = torch.bmm(matrix, slices).unflatten(1, (-1, outputs)).flatten(2).flatten(0, 1)
+    rows = product.finish(z).unflatten(1, (outputs, len(x)))
     if is_channels_last(x):
-        return rows.permute(2, 1, 0).contiguous().view(len(x), *window.out, -1).movedim(-1, 1)
-    return rows.permute(2, 0, 1).contiguous().view(len(x), -1, *window.out)
+        return rows.permute(2, 1, 0).contiguous().unflatten(1, window.out).movedim(-1, 1)
+    return rows.permute(2, 0, 1).contiguous().unflatten(2, window.out)
 
 
 @functools.lru_cache(maxsize=256)
@@ -192,12 +193,12 @@ class _KeepLayout(torch.autograd.Function):
 
 
 class _ToRows(torch.autograd.Function):
-    """(batch, channels, …) -> (channels, batch · …), by way of the usual layout: two fast copies instead of a slow one."""
+    """(batch, channels, …) -> (channels, batch · …), by way of the usual layout: two fast copies, not a slow one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.shape, ctx.last = x.shape, is_channels_last(x)
-        return x.contiguous().transpose(0, 1).reshape(x.shape[1], -1)
+        return x.contiguous().transpose(0, 1).flatten(1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -228,7 +229,7 @@ def to_layout(x: Tensor, last: bool) -> Tensor:
 
 def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     """Add a bias to the channels."""
-    return y if bias is None else y + bias.view(-1, *[1] * (y.ndim - 2))
+    return y if bias is None else y + bias.to(y.dtype).view(-1, *[1] * (y.ndim - 2))
 
 
 @register_layer(nn.Conv1d)

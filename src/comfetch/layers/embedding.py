@@ -40,25 +40,22 @@ class SketchedEmbedding(SketchedLayer):
     def forward(self, ids: Tensor) -> Tensor:
         """Look up (…) ids: (…, embedding dimension)."""
         small = self.weight if self.factor is None else self.weight * self.factor.to(self.weight.dtype)
-        tables = small if self.plan.rows > 1 else small[None]
-        rows = [self._look_up(table, ids.reshape(-1), row) for row, table in enumerate(tables)]
-        y = rows[0] if len(rows) == 1 else sketching.median(torch.stack(rows))
-        return y.view(*ids.shape, -1)
+        tables = small.unbind() if self.plan.rows > 1 else [small]
+        rows = [self._look_up(table, ids.flatten(), row) for row, table in enumerate(tables)]
+        return sketching.median(torch.stack(rows)).view(*ids.shape, self.full.embedding_dim)
 
     def _look_up(self, table: Tensor, ids: Tensor, row: int) -> Tensor:
         full, blocks = self.full, self.plan.blocks
         if self.plan.mode == "output":
-            z = F.embedding(
-                ids, table, full.padding_idx, scale_grad_by_freq=full.scale_grad_by_freq, sparse=full.sparse
-            )
+            sparse = full.sparse and table is self.weight  # no sparse gradient passes through rows or factors
+            z = F.embedding(ids, table, full.padding_idx, scale_grad_by_freq=full.scale_grad_by_freq, sparse=sparse)
         else:
             index = self.input_index[row][:, ids].t().long()  # (n, blocks)
             sign = self.input_sign[row][:, ids].t().to(table.dtype)
             parts = table.view(len(table) * blocks, -1)
             z = F.embedding(index * blocks + torch.arange(blocks, device=ids.device), parts) * sign[..., None]
             z = z.flatten(1)
-            if full.padding_idx is not None:
-                z = torch.where((ids == full.padding_idx)[:, None], z.detach(), z)
+            z = self._weigh_gradients(z, ids)
         if self.plan.mode == "input":
             return z
         index, sign = self.output_index[row], self.output_sign[row]
@@ -66,6 +63,19 @@ class SketchedEmbedding(SketchedLayer):
             return sketching.expand(z, index[0], sign[0])
         block = ids // (full.num_embeddings // blocks)
         return z.gather(1, index[block].long()) * sign[block].to(z.dtype)
+
+    def _weigh_gradients(self, z: Tensor, ids: Tensor) -> Tensor:
+        """Give no gradient through the padding index, and divide by the count of each id with scale_grad_by_freq.
+
+        Torch's lookup does both by row, but here ids share rows.
+        """
+        if self.full.scale_grad_by_freq:
+            _, place, counts = ids.unique(return_inverse=True, return_counts=True)
+            share = 1 / counts[place].to(z.dtype)[:, None]
+            z = z * share + (z * (1 - share)).detach()
+        if self.full.padding_idx is not None:
+            z = torch.where((ids == self.full.padding_idx)[:, None], z.detach(), z)
+        return z
 
 
 @register_layer(nn.Embedding)

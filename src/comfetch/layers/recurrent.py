@@ -100,7 +100,12 @@ class SketchedRecurrent(SketchedLayer):
                 outputs.append(output)
                 finals.append(final)
             rows = torch.cat(outputs) if self.bidirectional else outputs[0]
-        return rows, tuple(torch.stack([s.t() for s in kind]) for kind in zip(*finals, strict=True))
+        dtype = rows.dtype
+        if self.mode == "LSTM" and torch.is_autocast_enabled(
+            rows.device.type
+        ):  # as torch's own, which is autocast whole
+            dtype = torch.get_autocast_dtype(rows.device.type)
+        return rows.to(dtype), tuple(torch.stack([s.t() for s in kind]).to(dtype) for kind in zip(*finals, strict=True))
 
     def _run_one(self, name: str, rows: Tensor, sizes: list[int], initial: State) -> tuple[Tensor, State]:
         """Run one layer in one direction over (inputs, n)."""
