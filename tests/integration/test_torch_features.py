@@ -50,7 +50,10 @@ def assert_same_state(a: nn.Module, b: nn.Module) -> None:
 
 
 @compiles
-@pytest.mark.parametrize("name, mode", [("linear", m) for m in MODES] + [("convolutional", "output"), ("convolutional", "input"), ("encoder", "output")])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, mode",
+    [("linear", m) for m in MODES] + [("convolutional", m) for m in ("output", "input")] + [("encoder", "output")],
+)
 def test_compiled_model_has_the_outputs_and_gradients_of_the_plain_one(name: str, mode: str) -> None:
     torch._dynamo.reset()
     model, x = build(name, mode=mode)
@@ -135,9 +138,11 @@ def test_autocast_computes_in_bfloat16_as_with_the_full_model(name: str) -> None
     close(found, exact, 0.05, "output")
     close(found, wanted, 0.05, "output")
     found.float().square().mean().backward()
-    for parameter, grad in zip(model.parameters(), gradients(copy.deepcopy(model), x), strict=True):
+    grads = gradients(copy.deepcopy(model), x)
+    largest = max(float(grad.norm()) for grad in grads)  # a bias before batch norm has no gradient but for rounding
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
         assert parameter.grad is not None and parameter.grad.dtype == torch.float32
-        assert float((parameter.grad - grad).norm() / (grad.norm() + 1e-6)) < 0.3
+        assert float((parameter.grad - grad).norm()) < 0.3 * (float(grad.norm()) + 1e-3 * largest)
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv2d", "transposed", "lstm", "attention"])
@@ -153,8 +158,8 @@ def test_every_layer_gives_the_dtype_of_its_twin_under_autocast(kind: str, mode:
 
     makers: dict[str, tuple[Any, tuple[int, ...]]] = {
         "linear": (lambda: nn.Linear(16, 16), (3, 16)), "conv2d": (lambda: nn.Conv2d(16, 16, 3), (2, 16, 5, 5)),
-        "transposed": (lambda: nn.ConvTranspose2d(16, 16, 3), (2, 16, 5, 5)), "lstm": (lambda: nn.LSTM(16, 16), (4, 2, 16)),
-        "attention": (Attention, (4, 2, 16)),
+        "transposed": (lambda: nn.ConvTranspose2d(16, 16, 3), (2, 16, 5, 5)),
+        "lstm": (lambda: nn.LSTM(16, 16), (4, 2, 16)), "attention": (Attention, (4, 2, 16)),
     }  # fmt: skip
     make, shape = makers[kind]
     model = cf.sketch(make, compression=2, mode=mode, policy="all")

@@ -26,7 +26,7 @@ def padding(batch: int, length: int) -> Tensor:
 
 
 def compare(sketched: nn.Module, x: Tensor, mask: Tensor | None, **options: Any) -> None:
-    """Compare with the unsketched twin in training, in eval mode, and in eval mode without gradients (the fast path)."""
+    """Compare with the unsketched twin in training, in eval mode, and there without gradients (the fast path)."""
     full = cf.unsketch(sketched)
     for training, grad in ((True, True), (False, True), (False, False)):
         sketched.train(training)

@@ -1,4 +1,4 @@
-"""The oracle: every sketched layer equals the full layer with Ŵ = E S, and its small gradient is Eᵀ times the full one."""
+"""The oracle: every sketched layer equals the full layer with Ŵ = E S; its small gradient is Eᵀ times the full one."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,7 +22,8 @@ Draw = Callable[[Any], Any]
 CASES: dict[type[nn.Module], Callable[..., Any]] = {}
 """Layer type -> strategy of (full layer, how to call it, the inputs that have gradients), for a dtype."""
 LINEAR_IN_WEIGHT = {
-    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Embedding,
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    nn.Embedding,
 }  # fmt: skip
 """Layers where the median of k rows is one of outputs of whole layers; the others have theirs inside."""
 
@@ -178,7 +179,10 @@ def attention(draw: Draw, kind: Any, dtype: torch.dtype) -> Case:
     return layer, lambda m: m(q, k, v, **options), [q] if same else [q, k, v]
 
 
-def options_for(mode: str, rows: Any = st.just(1)) -> Any:
+ONE_ROW = st.just(1)
+
+
+def options_for(mode: str, rows: Any = ONE_ROW) -> Any:
     return st.fixed_dictionaries(
         {
             "mode": st.just(mode),

@@ -28,13 +28,14 @@ from tests.oracle import (
 )
 
 KEYS = st.integers(0, 2**64 - 1)
+ROWS = st.integers(1, 3)
 HASHES = st.sampled_from(hashing.KINDS)
 SCALES = st.sampled_from(sketching.SCALES)
 PROJECTIONS = ("mean", "isometric")
 
 
 @st.composite
-def plans(draw: Any, rows: Any = st.integers(1, 3), hash: Any = HASHES, modes: Any = MODES) -> WeightPlan:
+def plans(draw: Any, rows: Any = ROWS, hash: Any = HASHES, modes: Any = MODES) -> WeightPlan:
     """Draw plans of weights with groups, blocks, either order of dimensions, of order 2 to 4."""
     mode = draw(st.sampled_from(modes))
     groups, outputs, inputs = draw(st.integers(1, 3)), draw(st.integers(1, 8)), draw(st.integers(1, 8))

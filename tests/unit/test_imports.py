@@ -11,8 +11,8 @@ import comfetch
 
 ROOT = Path(comfetch.__file__).parent
 ORDER = [
-    "errors", "hashing", "sketching", "plan", "layers", "blueprint", "policy", "convert", "footprint", "groups", "files",
-    "api",
+    "errors", "hashing", "sketching", "plan", "layers", "blueprint", "policy", "convert", "footprint", "groups",
+    "files", "api",
 ]  # fmt: skip
 """The core: each may import those before it only. `errors → hashing → … → api`; blueprint needs no layers."""
 FEDERATED = ["transforms", "methods"]
@@ -29,7 +29,7 @@ FILES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
 def imports(name: str, at_once: bool = False) -> set[str]:
-    """Return the full names of all modules that a module imports, wherever in its text, or at once when it is imported."""
+    """Return the full names of all modules that a module imports: wherever in its text, or at once, on top."""
     found = set()
     tree = ast.parse(FILES[name].read_text(encoding="utf-8"))
     for node in tree.body if at_once else ast.walk(tree):

@@ -15,10 +15,10 @@ from tests.oracle import quiet_sketch
 
 
 def weight_plan(**changes: Any) -> WeightPlan:
-    settings: dict[str, Any] = dict(
+    plan = WeightPlan(
         geometry=Geometry((12, 8)), mode="output", length=(6, 8), rows=1, blocks=2, hash="balanced", scale="mean", key=5
     )
-    return WeightPlan(**{**settings, **changes})
+    return dataclasses.replace(plan, **changes)
 
 
 def test_small_shape_has_rows_first() -> None:

@@ -256,7 +256,8 @@ def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ModelError, match="5 problems") as error:
         plan(model, length={"1": 9999, "2": 0}, skip="nothing", only=["1", "2"])
     for problem in (
-        "0: max_norm", "skip: no layer is called 'nothing'", "1: it has hooks", "1.weight: length 9999", "2.weight: length 0",
+        "0: max_norm", "skip: no layer is called 'nothing'", "1: it has hooks", "1.weight: length 9999",
+        "2.weight: length 0",
     ):  # fmt: skip
         assert problem in str(error.value)
 

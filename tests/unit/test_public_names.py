@@ -27,7 +27,7 @@ def test_exported_names_are_these_and_no_others() -> None:
 def test_sketch_is_called_as_the_contract_says() -> None:
     parameters = inspect.signature(cf.sketch).parameters
     defaults = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
-    assert list(parameters)[0] == "model_or_constructor"
+    assert next(iter(parameters)) == "model_or_constructor"
     assert defaults == {
         "compression": None, "length": None, "budget": None, "key": 0, "mode": "output", "rows": 1, "blocks": "auto",
         "hash": "balanced", "scale": "mean", "policy": "default", "only": None, "skip": None, "batch": None,

@@ -111,7 +111,7 @@ def _live_taps(size: int, kernel: int, stride: int, padding: int, dilation: int)
 def _multiply(product: Product, weight: Tensor, x: Tensor, window: Window) -> Tensor:
     """Convolve as a product of matrices over channels and positions, (parts, outputs · out, inputs · size)."""
     inputs, outputs = math.prod(window.size), math.prod(window.out)
-    make = _placement.__wrapped__ if torch.compiler.is_compiling() else _placement  # a compiler traces no caches
+    make = _placement.__wrapped__ if torch.compiler.is_compiling() else _placement  # compilers trace no caches
     place = make(window.dimensions, weight.dtype, weight.device)
     matrix = (weight @ place).unflatten(3, (outputs, inputs)).transpose(2, 3).flatten(3).flatten(1, 2)
     if product.before is None:
@@ -127,6 +127,7 @@ def _multiply(product: Product, weight: Tensor, x: Tensor, window: Window) -> Te
 
 
 @functools.lru_cache(maxsize=256)
+@torch.inference_mode(False)  # a tensor made in inference mode could not be used in training later
 def _placement(dimensions: tuple[Sizes, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the 0/1 matrix (taps, out · size) that says through which tap each output position sees each input one."""
     place = torch.ones(1, 1, 1, dtype=dtype, device=device)

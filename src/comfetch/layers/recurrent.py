@@ -101,9 +101,7 @@ class SketchedRecurrent(SketchedLayer):
                 finals.append(final)
             rows = torch.cat(outputs) if self.bidirectional else outputs[0]
         dtype = rows.dtype
-        if self.mode == "LSTM" and torch.is_autocast_enabled(
-            rows.device.type
-        ):  # as torch's own, which is autocast whole
+        if self.mode == "LSTM" and _autocasts(rows.device.type):  # as torch's own, which is autocast whole
             dtype = torch.get_autocast_dtype(rows.device.type)
         return rows.to(dtype), tuple(torch.stack([s.t() for s in kind]).to(dtype) for kind in zip(*finals, strict=True))
 
