@@ -172,8 +172,9 @@ def step(model: nn.Module) -> Call:
     return call
 
 
-def measure_steps(repeats: int) -> list[dict[str, object]]:
+def measure_steps(repeats: int, threads: int) -> list[dict[str, object]]:
     """Measure a whole step of the paper's ResNet-18 with the defaults."""
+    torch.set_num_threads(threads)
     models = {"full": resnet18()}
     for mode, compression in STEP_LIMITS:
         models[f"{mode} {compression}"] = comfetch.sketch(resnet18, compression=compression, mode=mode)
@@ -189,7 +190,7 @@ def measure_steps(repeats: int) -> list[dict[str, object]]:
         name = f"{mode} {compression}"
         rows.append(
             {
-                "layer": "ResNet-18 step", "mode": mode, "compression": compression, "full_ms": result["full"],
+                "layer": f"ResNet-18 step, {threads} thread{'s' * (threads > 1)}", "mode": mode, "compression": compression, "full_ms": result["full"],
                 "ratio": result[name], "limit": result[f"{name} limit"], "bound": bound,
             }
         )  # fmt: skip
@@ -230,17 +231,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="store_true", help="print the committed results as Markdown")
     parser.add_argument("--repeats", type=int, default=15, help="interleaved runs of each layer")
-    parser.add_argument("--threads", type=int, default=2, help="threads of torch")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch for single layers")
     parser.add_argument("--steps-only", action="store_true", help="measure the whole step only, and write nothing")
     options = parser.parse_args()
     if options.table:
         print(table(json.loads(RESULTS.read_text())["rows"]))
         return 0
     warnings.simplefilter("ignore")
-    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    rows = measure_steps(options.repeats)
+    rows = measure_steps(options.repeats, 1) + measure_steps(options.repeats, 2)
     if not options.steps_only:
+        torch.set_num_threads(options.threads)
         rows += measure_layers(options.repeats)
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         results = {"torch": torch.__version__, "threads": options.threads, "repeats": options.repeats, "rows": rows}

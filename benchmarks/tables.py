@@ -30,7 +30,7 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 def demo() -> str:
     """Compare the runs of `comfetch demo`: accuracy after the last round, traffic of one client in a round, memory."""
     rows = []
-    for folder in sorted((RESULTS / "demo").iterdir(), key=_compression):
+    for folder in sorted((p.parent for p in RESULTS.glob("demo/*/run.toml")), key=_compression):
         options, records = read_options(folder / "run.toml"), read_rounds(folder)
         last = records[-1]
         name = "FedAvg" if options["method"] == "fedavg" else f"Comfetch, compression {options['compression']:g}"

@@ -22,12 +22,13 @@ SHOWN = ("accuracy", "bytes_down", "bytes_up", "client_memory", "seconds")
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the runs and the picture.")] = Path("runs/demo"),
-    threads: Threads = None,
+    threads: Threads = 1,
     quiet: Quiet = False,
 ) -> None:
     """Train digits with FedAvg and with Comfetch at compression 2, 4 and 10: about a minute on two cores.
 
-    A demo that was cut goes on where it stopped; one that is complete is shown again.
+    A demo that was cut goes on where it stopped; one that is complete is shown again. The model is too small to be shared
+    among cores, so one thread is the default.
     """
     set_threads(threads)
     experiments = [Experiment.of({**SETTINGS, "method": "fedavg"})]
