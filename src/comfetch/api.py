@@ -125,15 +125,18 @@ def _plan_for_budget(model: nn.Module, settings: Settings, budget: int, batch: A
     if fits(1.0):
         return cost[1.0][1]
     longest = max(max(plan.length) for plan in cost[1.0][1].values())
-    low, high = 1.0, 2.0
+    limit = 2 * (longest**2 if settings.mode == "both" else longest)
+    low, high, step = 1.0, 2.0, 2.0
     while not fits(high):
-        if high > longest:
+        low, high = high, high * step
+        if high > limit and step == 2.0:  # bytes do not fall steadily: more blocks have more hashes
+            low, high, step = 1.0, 2.0**0.25, 2.0**0.25
+        elif high > limit:
             least = min(total for total, _ in cost.values())
             raise OptionError(
                 f"budget={format_bytes(budget)} is below the floor of this model: its activations on this batch and "
                 f"the layers that stay full need at least {least} bytes ({format_bytes(least)}) at any compression."
             )
-        low, high = high, high * 2
     while high / low > 1.01:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if fits(middle) else (middle, high)

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from comfetch import hashing
 from comfetch.errors import MismatchError, OptionError
@@ -296,7 +297,7 @@ def row_keys(key: int, rows: int) -> list[int]:
     return [hashing.fold(key, "row", row) for row in range(rows)]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_dynamo  # hashes are drawn by numpy; this decorator, unlike the public one, does not load the compiler
 def sketcher(key: int, size: int, length: int, hash: str = "balanced", scale: str = "mean") -> Sketcher:
     """Make the sketcher of one hash."""
     return Sketcher(hashing.draw([hashing.check_key(key)], size, length, hash), length, scale)

@@ -92,13 +92,17 @@ def test_larger_budget_never_gives_a_smaller_model() -> None:
     assert sizes == sorted(sizes) and len(set(sizes)) > 3
 
 
-def test_budget_below_the_floor_names_the_minimum_and_the_minimum_works() -> None:
+@pytest.mark.parametrize("mode", ["output", "input", "both"])
+def test_budget_below_the_floor_names_the_minimum_and_the_minimum_works(mode: str) -> None:
     with pytest.raises(OptionError, match="below the floor") as error:
-        cf.sketch(net, budget="100kB", batch=BATCH)
+        cf.sketch(net, budget="100kB", batch=BATCH, mode=mode)
     least = int(str(error.value).split("at least ")[1].split(" bytes")[0])
-    assert cf.footprint(cf.sketch(net, budget=least, batch=BATCH), batch=BATCH).sketched <= least
+    assert cf.footprint(cf.sketch(net, budget=least, batch=BATCH, mode=mode), batch=BATCH).sketched <= least
     with pytest.raises(OptionError, match="below the floor"):
-        cf.sketch(net, budget=int(0.95 * least), batch=BATCH)
+        cf.sketch(net, budget=int(0.99 * least), batch=BATCH, mode=mode)
+    for compression in (10, 20, 48, 100, 1000, 10**5):  # no compression does better than the minimum
+        model = cf.sketch(net, compression=compression, mode=mode)
+        assert cf.footprint(model, batch=BATCH).sketched >= 0.99 * least
 
 
 def test_unknown_optimiser_is_refused_with_the_known_ones() -> None:

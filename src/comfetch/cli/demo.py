@@ -27,8 +27,8 @@ def demo(
 ) -> None:
     """Train digits with FedAvg and with Comfetch at compression 2, 4 and 10: about a minute on two cores.
 
-    A demo that was cut goes on where it stopped; one that is complete is shown again. The model is too small to be shared
-    among cores, so one thread is the default.
+    A demo that was cut goes on where it stopped; one that is complete is shown again. The model is too small to be
+    shared among cores, so one thread is the default.
     """
     set_threads(threads)
     experiments = [Experiment.of({**SETTINGS, "method": "fedavg"})]
