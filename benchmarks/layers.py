@@ -191,7 +191,8 @@ def measure_steps(repeats: int, threads: int) -> list[dict[str, object]]:
         rows.append(
             {
                 "layer": f"ResNet-18 step, {threads} thread{'s' * (threads > 1)}", "mode": mode,
-                "compression": compression, "full_ms": result["full"], "ratio": result[name], "limit": result[f"{name} limit"], "bound": bound,
+                "compression": compression, "full_ms": result["full"], "ratio": result[name],
+                "limit": result[f"{name} limit"], "bound": bound,
             }
         )  # fmt: skip
         print(format_row(rows[-1]), flush=True)
