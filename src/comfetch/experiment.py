@@ -11,12 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from comfetch import hashing, records
 from comfetch.data import KINDS, Task, load_task
-from comfetch.errors import OptionError
-from comfetch.footprint import Bytes, count, meta_model
+from comfetch.errors import ModelError, OptionError
+from comfetch.footprint import meta_model
 from comfetch.methods import Comfetch, FedAvg, Local, Method, Server
 from comfetch.methods.base import WEIGHTINGS
 from comfetch.methods.comfetch import SPACES, UPLOADS
@@ -188,8 +186,7 @@ class Experiment:
                 records.check_data(out, task.checksum)
                 if server.round < self.rounds:
                     records.remove_final(out)
-                sizes = {side: dataclasses.asdict(b) for side, b in self.footprint(federation, server).items()}
-                records.write_json(out / records.FOOTPRINT, sizes)
+                records.write_json(out / records.FOOTPRINT, predicted_bytes(federation, server))
             if on_start is not None:
                 on_start(federation, history)
 
@@ -199,20 +196,16 @@ class Experiment:
             resume=resume, options=self.options(), on_start=started, on_round=on_round,
         )  # fmt: skip
 
-    def footprint(self, federation: Federation, server: Server) -> dict[str, Bytes]:
-        """Predict the bytes of a client's training step: with the full model, and with what it holds."""
-        method, client, local = federation.method, federation.clients[0], self.local()
-        model = method.client_model(federation.build, client, method.download(server, client))
-        size = min(self.batch_size, max(len(data) for data in federation.data))
-        inputs, _ = federation.task.batch(federation.task.train, torch.arange(size))
 
-        def optimiser(parameters: Any) -> torch.optim.Optimizer:
-            if getattr(method, "uploads", "weights") == "gradient":
-                return torch.optim.SGD(parameters, lr=0.0)
-            made: torch.optim.Optimizer = OPTIMISERS[local.optimiser](parameters, lr=local.lr, **local.settings)
-            return made
-
-        return {side: count(meta_model(model, full=side == "full"), inputs, optimiser) for side in ("full", "sketched")}
+def predicted_bytes(federation: Federation, server: Server) -> dict[str, Any]:
+    """Predict the bytes of a client's training step, full and sketched; nothing if the model needs real values."""
+    method, client = federation.method, federation.clients[0]
+    model = method.client_model(federation.build, client, method.download(server, client))
+    try:
+        sides = {"full": meta_model(model, full=True), "sketched": meta_model(model)}
+        return {side: dataclasses.asdict(federation.predict(twin)) for side, twin in sides.items()}
+    except ModelError:
+        return {}
 
 
 def read_experiment(path: Path, changes: Mapping[str, Any] | None = None) -> Experiment:

@@ -1,6 +1,7 @@
 """Run a federated method in one process: the embedded driver."""
 
 import copy
+import dataclasses
 import itertools
 import math
 import time
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from comfetch import hashing, records
 from comfetch.convert import plan_of
 from comfetch.data import Examples, Task, label_counts, load_task, partition
-from comfetch.errors import OptionError, RunError, UploadError
+from comfetch.errors import ModelError, OptionError, RunError, UploadError
 from comfetch.files import PLAN, save_state
-from comfetch.footprint import count, meta_model, track
+from comfetch.footprint import Bytes, count, meta_model, track
 from comfetch.methods.base import Build, Client, Message, Method, Server, State, Upload, check_upload
+from comfetch.methods.local import OPTIMISERS
 from comfetch.models import constructor
 
 Record = dict[str, Any]
@@ -88,7 +90,7 @@ class Federation:
     device: torch.device = CPU
     models: dict[Any, nn.Module] = field(default_factory=dict)
     memories: dict[int, State] = field(default_factory=dict)
-    memory_bytes: tuple[int, int] | None = None
+    memory_bytes: tuple[int, int | None] | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.fraction, int | float) and 0 < self.fraction <= 1):
@@ -195,23 +197,34 @@ class Federation:
             loss += float(self.task.loss(outputs, targets.to(self.device))) * seen
         return loss / counted, right / counted
 
-    def measure(self, model: nn.Module, data: Local) -> tuple[int, int]:
-        """Measure and predict the peak bytes of a client's training, on the largest client and a copy of its model."""
+    def measure(self, model: nn.Module, data: Local) -> tuple[int, int | None]:
+        """Measure and predict the peak bytes of a client's training, on the largest client and a copy of its model.
+
+        There is no prediction for a model that cannot run without values, on the meta device.
+        """
         few = FirstBatches(data.task, data.examples, data.device)
         twin, memory = copy.deepcopy(model), dict[str, Tensor]()
         with torch.random.fork_rng(devices=[]), track([*twin.parameters(), *twin.buffers()]) as live:
             self.method.train(twin, few, memory, 0)
-        local = getattr(self.method, "local", None)
-        size = min(len(data), getattr(local, "batch_size", 1))
-        inputs, _ = data.task.batch(data.examples, torch.arange(size))
+        try:
+            return live.peak, self.predict(meta_model(model)).total
+        except ModelError:
+            return live.peak, None
+
+    def predict(self, model: nn.Module) -> Bytes:
+        """Predict the bytes of the largest client's training step, batch included, with a model on the meta device."""
+        data, local = max(self.data, key=len), getattr(self.method, "local", None)
+        inputs, _ = self.task.batch(data.examples, torch.arange(min(len(data), getattr(local, "batch_size", 1))))
 
         def optimiser(parameters: Any) -> torch.optim.Optimizer:
             if local is None or getattr(self.method, "uploads", "weights") == "gradient":
                 return torch.optim.SGD(parameters, lr=0.0)
-            return type(local.make_optimiser(nn.Linear(1, 1)))(parameters, lr=local.lr, **local.settings)
+            made: torch.optim.Optimizer = OPTIMISERS[local.optimiser](parameters, lr=local.lr, **local.settings)
+            return made
 
-        predicted = count(meta_model(model), inputs, optimiser).total + inputs.numel() * inputs.element_size()
-        return live.peak, predicted
+        counted = count(model, inputs, optimiser)
+        batch = inputs.numel() * inputs.element_size()
+        return dataclasses.replace(counted, activations=counted.activations + batch)
 
 
 def simulate(

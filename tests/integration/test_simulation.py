@@ -139,6 +139,29 @@ def test_a_hostile_upload_is_refused_and_the_round_goes_on(digits):
     assert all(r["clients"] + len(r["refused"]) == 4 for r in records)
 
 
+class NeedsValues(nn.Module):
+    """A model whose way depends on its values: it cannot run on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = small()
+
+    def forward(self, x):
+        return self.layers(x) * (2 if float(x.detach().sum()) < 0 else 1)
+
+
+def test_a_model_that_needs_values_runs_without_a_prediction(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from comfetch.data import load_task\nfrom tests.integration.test_simulation import NeedsValues\n\n"
+        "def task():\n    digits = load_task('digits')\n"
+        "    pair = lambda side: (side.inputs.float(), side.targets)\n"
+        "    return NeedsValues, pair(digits.train), pair(digits.test)\n"
+    )
+    history = Experiment.of({"task": str(tmp_path / "own.py"), "rounds": 1}).run(tmp_path / "run")
+    assert history.records[0]["client_memory_predicted"] is None
+    assert history.records[0]["client_memory"] > 0
+
+
 def test_a_diverging_run_says_so(digits):
     with pytest.raises(RunError, match="learning rate"):
         run(FedAvg(local=Local("sgd", lr=1e30)), digits, rounds=3)

@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from comfetch.errors import OptionError, UploadError
+from comfetch.experiment import Experiment
 from comfetch.layers import SketchedLayer
-from comfetch.methods import Client, Comfetch, FedAvg, Local, Message, Upload, check_upload, paper
+from comfetch.methods import Client, Comfetch, FedAvg, Local, Message, Upload, check_upload
 from comfetch.methods.base import average
+from comfetch.models import resnet18
 from comfetch.transforms import chain, error_feedback, scale, top_k
 
 CLIENT = Client(0, 10)
@@ -169,9 +171,9 @@ def test_options_that_cannot_be_meant_are_refused(make):
 
 
 def test_the_paper_preset_sketches_everything_but_the_classifier_with_plain_lengths():
-    from comfetch.models import resnet18
-
-    plan = paper(10).plan(resnet18, 0)
+    method = Experiment.of({"preset": "paper", "compression": 10.0}).make_method()
+    assert (method.weighting, method.local.keep_optimiser, method.local.load_rates) == ("uniform", True, True)
+    plan = method.plan(resnet18, 0)
     lengths = {name: plan[name].length[0] for name in plan}
     assert lengths["conv1.weight"] == 6
     assert lengths["layer2.0.downsample.0.weight"] == 12

@@ -148,6 +148,8 @@ class Task:
         except NotImplementedError:
             return  # a model that needs real values cannot be tried this way
         except (RuntimeError, TypeError, ValueError) as error:
+            if "meta tensor" in str(error):
+                return
             found = f"{inputs.dtype} inputs of shape {tuple(inputs.shape)} ({error})"
             raise OptionError(f"Task {self.name}: its model fails on {found}. Take another one.") from error
         wanted = (*targets.shape, self.classes)

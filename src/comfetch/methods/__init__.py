@@ -1,7 +1,7 @@
 """Federated methods: one file each, all behind the same protocol."""
 
 from comfetch.methods.base import Client, Message, Method, Server, Trained, Upload, check_upload
-from comfetch.methods.comfetch import Comfetch, paper
+from comfetch.methods.comfetch import Comfetch
 from comfetch.methods.fedavg import FedAvg
 from comfetch.methods.local import Local
 
@@ -16,5 +16,4 @@ __all__ = [
     "Trained",
     "Upload",
     "check_upload",
-    "paper",
 ]

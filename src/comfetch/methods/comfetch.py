@@ -163,10 +163,3 @@ class Comfetch:
 def _map(plan: Plan, verb: str, state: State) -> State:
     with torch.no_grad():
         return {name: getattr(plan[name], verb)(x) if name in plan.weights else x for name, x in state.items()}
-
-
-def paper(compression: float, key: int = 0, **local: Any) -> Comfetch:
-    """Make the method of the published experiments, exactly: see docs/paper.md."""
-    options = {"optimiser": "adam", "lr": 0.001, "batch_size": 128, "keep_optimiser": True, "load_rates": True, **local}
-    sketch = {"hash": "random", "blocks": 1, "scale": "count", "policy": "paper"}
-    return Comfetch(compression, key, Local(**options), weighting="uniform", sketch=sketch)
