@@ -52,8 +52,8 @@ format: $(STAMP) ## format the code and sort its imports
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
 
-bench: $(STAMP) ## run the layer benchmarks; ARGS are passed on
-	@$(BIN)/python -m benchmarks.layers $(ARGS)
+bench: $(STAMP) ## measure layers against their full twins, and the driver against a bare loop (and pfl, if installed)
+	@$(BIN)/python -m benchmarks.layers $(ARGS); layers=$$?; $(BIN)/python -m benchmarks.driver && exit $$layers
 
 tables: $(STAMP) ## write the tables of README and docs anew from the committed records
 	@$(BIN)/python -m benchmarks.tables $(ARGS)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import layers
+from benchmarks import driver, layers
 from comfetch.footprint import format_bytes
 from comfetch.records import read_options, read_rounds
 
@@ -57,7 +57,12 @@ def layer_times() -> str:
     return layers.table(json.loads(layers.RESULTS.read_text())["rows"]) + "\n"
 
 
-TABLES: dict[str, Callable[[], str]] = {"demo": demo, "cifar": cifar, "layers": layer_times}
+def driver_times() -> str:
+    """Show the driver's benchmark."""
+    return driver.table(json.loads(driver.RESULTS.read_text())["rows"]) + "\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {"demo": demo, "cifar": cifar, "layers": layer_times, "driver": driver_times}
 
 
 def renewed(text: str) -> str:

@@ -5,6 +5,7 @@ same way for all. Everything that crosses a seam or outlives a round is a dictio
 it can be sent and saved as it is.
 """
 
+import functools
 import json
 import math
 from collections.abc import Callable, Hashable, Iterator
@@ -46,17 +47,31 @@ class Message:
     state: State
     text: dict[str, str] = field(default_factory=dict)
 
+    @functools.cached_property
+    def norms(self) -> dict[str, float]:
+        """Norm of each floating point tensor: not finite if one of its values is not."""
+        names = [name for name, tensor in self.state.items() if tensor.is_floating_point() and tensor.numel()]
+        norms = torch._foreach_norm([self.state[name].float() for name in names]) if names else []
+        return dict(zip(names, torch.stack(list(norms)).tolist() if names else [], strict=True))
+
     @property
     def nbytes(self) -> int:
         """Bytes of the message as a safetensors file, computed without writing it."""
-        header: dict[str, object] = {"__metadata__": self.text} if self.text else {}
-        order, offset = list(_DTYPES), 0
-        for name, tensor in sorted(self.state.items(), key=lambda item: (order.index(item[1].dtype), item[0])):
-            end = offset + tensor.numel() * tensor.element_size()
-            header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-            offset = end
-        length = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
-        return 8 + (length + 7) // 8 * 8 + offset
+        layout = tuple((name, tensor.dtype, tensor.shape) for name, tensor in self.state.items())
+        return _file_bytes(layout, tuple(self.text.items()))
+
+
+@functools.lru_cache(maxsize=64)
+def _file_bytes(layout: tuple[tuple[str, torch.dtype, torch.Size], ...], text: tuple[tuple[str, str], ...]) -> int:
+    """Count the bytes of a safetensors file; the messages of a round are laid out alike, so this is done once."""
+    header: dict[str, object] = {"__metadata__": dict(text)} if text else {}
+    order, offset = list(_DTYPES), 0
+    for name, dtype, shape in sorted(layout, key=lambda entry: (order.index(entry[1]), entry[0])):
+        end = offset + shape.numel() * dtype.itemsize
+        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    length = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
+    return 8 + (length + 7) // 8 * 8 + offset
 
 
 @dataclass(frozen=True)
@@ -150,12 +165,12 @@ def check_upload(upload: Upload, sent: Message, trained: list[str]) -> None:
         if tensor.shape != wanted.shape or tensor.dtype != wanted.dtype:
             found = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
             raise UploadError(f"{where}: {name} is {found}, expected {wanted.dtype} of shape {tuple(wanted.shape)}.")
-    sizes = {name: float(t.float().norm()) for name, t in state.items() if t.is_floating_point() and t.numel()}
-    for name, size in sizes.items():
+    norms = upload.message.norms
+    for name, size in norms.items():
         if not math.isfinite(size):
             raise UploadError(f"{where}: {name} has NaN or infinite values.")
-    total = math.hypot(*[size for name, size in sizes.items() if name in trained])
-    limit = ABSURD * (1 + math.hypot(*[float(sent.state[n].float().norm()) for n in trained if n in sent.state]))
+    total = math.hypot(*[norms.get(name, 0.0) for name in trained])
+    limit = ABSURD * (1 + math.hypot(*[sent.norms.get(name, 0.0) for name in trained]))
     if total > limit:
         raise UploadError(f"{where}: the norm of its weights is {total:.3g}, above {limit:.3g}.")
 
