@@ -10,7 +10,7 @@ from typing import Any
 
 from comfetch import records
 from comfetch.errors import OptionError, RunError
-from comfetch.experiment import DRAWS, SKETCH, Experiment
+from comfetch.experiment import DRAWS, PRESETS, SKETCH, Experiment
 from comfetch.footprint import format_bytes
 
 OPTIONS = Experiment.__dataclass_fields__
@@ -114,7 +114,8 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     members = [relevant(group[0].options) for group in groups.values()]
     names = list(dict.fromkeys(name for options in members for name in options if name not in FIRST))
     apart = [name for name in names if len({str(options[name]) for options in members if name in options}) > 1]
-    made = [Group(label(options, apart), group) for options, group in zip(members, groups.values(), strict=True)]
+    told = members if "preset" not in apart else [_beyond_preset(options) for options in members]
+    made = [Group(label(options, apart), group) for options, group in zip(told, groups.values(), strict=True)]
     return sorted(made, key=lambda group: (_compression(group.runs[0].options), group.label))
 
 
@@ -195,6 +196,13 @@ def relevant(options: dict[str, Any]) -> dict[str, Any]:
     """Leave out what two runs of a group may differ in, and what full clients do not heed."""
     ignored = {DRAWS, SKETCH} if options.get("method") == "fedavg" else {DRAWS}
     return {n: v for n, v in options.items() if n not in OPTIONS or OPTIONS[n].metadata["group"] not in ignored}
+
+
+def _beyond_preset(options: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what the preset says already."""
+    defaults = {name: OPTIONS[name].default for preset in PRESETS.values() for name in preset}
+    implied = {**defaults, **PRESETS.get(options.get("preset", ""), {})}
+    return {name: value for name, value in options.items() if name not in implied or implied[name] != value}
 
 
 def _compression(options: dict[str, Any]) -> float:

@@ -57,6 +57,12 @@ def test_groups_are_called_by_what_sets_them_apart() -> None:
     assert label({"method": "fedavg"}) == "fedavg"
 
 
+def test_what_a_preset_says_is_not_said_again() -> None:
+    runs = [make_run("a", [0.5]), make_run("b", [0.5], preset="paper"), make_run("c", [0.5], preset="paper", lr=0.1)]
+    labels = {group.label for group in group_runs(runs)}
+    assert labels == {"comfetch 4×, preset default", "comfetch 4×, preset paper", "comfetch 4×, preset paper, lr 0.1"}
+
+
 def test_totals_are_over_all_rounds_and_memory_is_the_largest() -> None:
     (group,) = group_runs([make_run("a", [0.5, 0.9, 0.7])])
     (row,) = csv.DictReader(io.StringIO(to_csv([group])))
