@@ -36,10 +36,13 @@ class SketchedAttention(SketchedLayer):
         super().__init__(full, {name: plan for name, plan in plans.items() if "." not in name})
         self.plans = plans
         self._qkv_same_embed_dim: bool = full._qkv_same_embed_dim
-        if self._qkv_same_embed_dim:
-            packed = plans["in_proj_weight"]
-            self.products = nn.ModuleDict({name: Product(packed, group) for group, name in enumerate("qkv")})
         self.out_proj = SketchedLinear(full.out_proj, {"weight": plans["out_proj.weight"]})
+
+    def make_products(self, plans: Plans) -> dict[str, nn.Module]:
+        """Make one product for each of q, k and v, whether their weights are packed or not."""
+        if "in_proj_weight" not in plans:
+            return super().make_products(plans)
+        return {name: Product(plans["in_proj_weight"], group) for group, name in enumerate("qkv")}
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,

@@ -163,8 +163,12 @@ class SketchedLayer(nn.Module):
         self._full = (meta_copy(full),)  # in a tuple, so that it is no submodule
         for name, parameter in full._parameters.items():
             self.register_parameter(name, None if parameter is None else _empty(parameter, plans.get(name)))
-        self.products = nn.ModuleDict({name: Product(plan) for name, plan in plans.items()})
+        self.products = nn.ModuleDict(self.make_products(plans))
         self.train(full.training)
+
+    def make_products(self, plans: Plans) -> dict[str, nn.Module]:
+        """Make the product of each sketched weight; layers that multiply otherwise make their own."""
+        return {name: Product(plan) for name, plan in plans.items()}
 
     @property
     def full(self) -> nn.Module:

@@ -26,7 +26,6 @@ class SketchedEmbedding(SketchedLayer):
 
     def __init__(self, full: nn.Embedding, plans: Plans) -> None:
         super().__init__(full, plans)
-        self.products = nn.ModuleDict()
         self.plan = plans["weight"]
         for side in self.plan.sides:
             drawn = [self.plan.draw(side, row) for row in range(self.plan.rows)]
@@ -36,6 +35,10 @@ class SketchedEmbedding(SketchedLayer):
             self.register_buffer(f"{side}_sign", sign, persistent=False)
         factor = self.plan.load_power(-0.5) if self.plan.scale == "isometric" else None
         self.register_buffer("factor", _broadcastable(factor), persistent=False)
+
+    def make_products(self, plans: Plans) -> dict[str, nn.Module]:
+        """Make none."""
+        return {}
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up (…) ids: (…, embedding dimension)."""
