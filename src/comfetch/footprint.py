@@ -105,8 +105,10 @@ def count(model: nn.Module, batch: Any, optimiser: str | MakeOptimiser = "adam")
     weights, gradients = _nbytes(parameters), _nbytes(trained)
     buffers = _nbytes(model.buffers())
     wire = _nbytes(model.state_dict().values()) + KEY_BYTES
-    activations, state = 0, _state_bytes(trained, make)
-    if batch is not None:
+    activations = 0
+    if batch is None:
+        state = _state_bytes(trained, make)
+    else:
         peak, state = step_bytes(model, batch, make)
         activations = max(0, peak - weights - gradients - state - buffers)
     return Bytes(weights, gradients, state, buffers, activations, download=wire, upload=wire)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comfetch.methods import Local
-from comfetch.methods.local import one_gradient, train_locally
+from comfetch.methods.local import OPTIMISERS, one_gradient, train_locally
 
 
 class Batches:
@@ -83,23 +83,29 @@ def test_a_number_of_steps_goes_over_the_data_as_often_as_needed():
     assert train_locally(build(), Batches(), Local(steps=7, batch_size=5), {}, seed=0).steps == 7
 
 
-def test_a_kept_optimiser_goes_on_where_it_was():
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_a_kept_optimiser_goes_on_where_it_was(name):
     kept, whole = {}, build()
-    local = Local("adam", lr=0.1, batch_size=12, keep_optimiser=True)
+    local = Local(name, lr=0.1, batch_size=12, keep_optimiser=True)
     model = build()
     for _ in range(2):
         train_locally(model, Batches(), local, kept, seed=1)
-    optimiser = torch.optim.Adam(whole.parameters(), lr=0.1)
+    optimiser = OPTIMISERS[name](whole.parameters(), lr=0.1)
     for _ in range(2):
         data = Batches()
         optimiser.zero_grad()
         data.loss(whole(data.x), data.y).backward()
         optimiser.step()
     torch.testing.assert_close(model.weight, whole.weight)
-    fresh = build()
+
+
+def test_a_fresh_optimiser_starts_anew():
+    kept, fresh = build(), build()
+    memory = {}
     for _ in range(2):
+        train_locally(kept, Batches(), Local("adam", lr=0.1, batch_size=12, keep_optimiser=True), memory, seed=1)
         train_locally(fresh, Batches(), Local("adam", lr=0.1, batch_size=12), {}, seed=1)
-    assert not torch.allclose(fresh.weight, whole.weight)
+    assert not torch.allclose(fresh.weight, kept.weight)
 
 
 def test_one_gradient_is_that_of_all_examples_whatever_the_batches():

@@ -14,8 +14,8 @@ from comfetch.errors import OptionError
 from comfetch.groups import parameter_groups
 from comfetch.methods.base import LocalData, State, Trained
 
-UNFIT = {"Optimizer", "LBFGS", "SparseAdam", "Muon", "ASGD", "Adafactor"}
-"""The base; one that calls the model itself; for sparse gradients or matrices only; not to be counted on meta."""
+UNFIT = {"Optimizer", "LBFGS", "SparseAdam", "Muon"}
+"""The base; one that calls the model itself; for sparse gradients only; for matrices only."""
 OPTIMISERS: dict[str, Any] = {
     name.lower(): kind
     for name, kind in vars(torch.optim).items()
