@@ -1,7 +1,7 @@
 """Short transcriptions of the mathematics with explicit matrices H: what the library must agree with.
 
-Everything here is written from NOTES.md, in numpy and with loops, and shares only the drawing of hashes with the
-library.
+Everything here is written from docs/mathematics.md, in numpy and with loops, and shares only the drawing of hashes
+with the library.
 """
 
 import copy
@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import comfetch as cf
 from comfetch import hashing
-from comfetch.layers import SketchedLayer
+from comfetch.layers import REGISTRY, SketchedLayer
 from comfetch.plan import WeightPlan
 
 compiles = pytest.mark.filterwarnings(  # dynamo does both itself
@@ -233,3 +234,31 @@ def assert_same_outputs(sketched: nn.Module, *inputs: Any, tolerance: float = 1e
         a, b = copy.deepcopy(sketched).train(training), copy.deepcopy(full).train(training)
         for found, wanted in zip(tensors(a(*inputs)), tensors(b(*inputs)), strict=True):
             close(found, wanted, tolerance, "output in training" if training else "output in eval")
+
+
+SCHEMES = st.fixed_dictionaries(
+    {
+        "mode": st.sampled_from(("output", "input", "both")),
+        "blocks": st.sampled_from((1, 2)),
+        "hash": st.sampled_from(("balanced", "random")),
+        "scale": st.sampled_from(("mean", "isometric", "count")),
+    }
+)
+
+
+def half_sketched(layer: nn.Module, mode: str = "output", rows: int = 1, blocks: int = 2, **options: str) -> Any:
+    """Sketch a layer to half its size, with small weights drawn anew."""
+    recipe = REGISTRY[type(layer)](layer)
+    assert not isinstance(recipe, str)
+    plans = {}
+    for name, geo in recipe.weights.items():
+        out, inp = geo.outputs, geo.inputs
+        length = (out if mode == "input" else out // 2, inp if mode == "output" else inp // 2)
+        g = 1 if mode == "both" else blocks
+        plan = {"hash": "balanced", "scale": "mean", **options}
+        plans[name] = WeightPlan(geo, mode, length, rows, g, key=hashing.fold(0, name), **plan)
+    small = recipe.build(layer, plans)
+    with torch.no_grad():
+        for parameter in small.parameters():
+            parameter.normal_(std=0.4)
+    return small

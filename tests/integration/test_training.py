@@ -1,4 +1,4 @@
-"""The exact test of NOTES.md: training the full W through the sketch is training S with rates times loads."""
+"""Training the full W through the sketch is training S with rates times loads (docs/paper.md)."""
 
 import copy
 from collections.abc import Callable

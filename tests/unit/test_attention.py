@@ -11,37 +11,9 @@ from torch import Tensor, nn
 
 from comfetch import sketching
 from comfetch.errors import MismatchError
-from comfetch.hashing import fold
-from comfetch.layers.base import REGISTRY
-from comfetch.plan import WeightPlan
+from tests.oracle import SCHEMES, half_sketched
 
 EMBED, HEADS = 8, 2
-SCHEMES = st.fixed_dictionaries(
-    {
-        "mode": st.sampled_from(("output", "input", "both")),
-        "blocks": st.sampled_from((1, 2)),
-        "hash": st.sampled_from(("balanced", "random")),
-        "scale": st.sampled_from(("mean", "isometric", "count")),
-    }
-)
-
-
-def sketched(layer: nn.Module, mode: str = "output", rows: int = 1, blocks: int = 2, **options: str) -> Any:
-    """Sketch an attention layer to half its size, with small weights drawn anew."""
-    recipe = REGISTRY[type(layer)](layer)
-    assert not isinstance(recipe, str)
-    plans = {}
-    for name, geo in recipe.weights.items():
-        out, inp = geo.outputs, geo.inputs
-        length = (out if mode == "input" else out // 2, inp if mode == "output" else inp // 2)
-        g = 1 if mode == "both" else blocks
-        plan = {"hash": "balanced", "scale": "mean", **options}
-        plans[name] = WeightPlan(geo, mode, length, rows, g, key=fold(0, name), **plan)
-    small = recipe.build(layer, plans)
-    with torch.no_grad():
-        for parameter in small.parameters():
-            parameter.normal_(std=0.5)
-    return small
 
 
 def attention(**options: Any) -> nn.MultiheadAttention:
@@ -82,7 +54,7 @@ def test_sketched_attention_equals_the_full_one_with_unsketched_weights(data: An
     flag = st.booleans()
     kdim, vdim = data.draw(st.sampled_from(((EMBED, EMBED), (6, EMBED), (EMBED, 4), (6, 4))))
     options = {name: data.draw(flag) for name in ("bias", "add_bias_kv", "add_zero_attn", "batch_first")}
-    layer = sketched(attention(kdim=kdim, vdim=vdim, **options), **scheme).train(data.draw(flag))
+    layer = half_sketched(attention(kdim=kdim, vdim=vdim, **options), **scheme).train(data.draw(flag))
     batch, target, source = (data.draw(st.integers(1, 3)) for _ in range(3))
     which = data.draw(st.sampled_from(("self", "cross", "three")))
     if which == "self" and kdim == vdim == EMBED:
@@ -113,7 +85,7 @@ def test_sketched_attention_equals_the_full_one_with_unsketched_weights(data: An
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_a_causal_mask_may_come_with_its_hint(need_weights: bool, padded: bool) -> None:
-    layer, x = sketched(attention(batch_first=True)), tensor(3, 4, EMBED)
+    layer, x = half_sketched(attention(batch_first=True)), tensor(3, 4, EMBED)
     causal = nn.Transformer.generate_square_subsequent_mask(4, dtype=torch.float64)
     padding = torch.zeros(3, 4, dtype=torch.float64) if padded else None
     options = {"attn_mask": causal, "is_causal": True, "key_padding_mask": padding}
@@ -124,7 +96,7 @@ def test_a_causal_mask_may_come_with_its_hint(need_weights: bool, padded: bool) 
 
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_an_empty_batch_gives_an_empty_output(batch_first: bool) -> None:
-    layer = sketched(attention(batch_first=batch_first))
+    layer = half_sketched(attention(batch_first=batch_first))
     x = tensor(0, 3, EMBED) if batch_first else tensor(3, 0, EMBED)
     output, weights = layer(x, x, x)
     assert output.shape == x.shape and weights.shape == (0, 3, 3)
@@ -133,7 +105,7 @@ def test_an_empty_batch_gives_an_empty_output(batch_first: bool) -> None:
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_dropout_acts_in_training_alone(need_weights: bool) -> None:
     # With probability 1 all weights are dropped, in torch's layer too: nothing is left to chance.
-    layer, x = sketched(attention(dropout=1.0)), tensor(3, 2, EMBED)
+    layer, x = half_sketched(attention(dropout=1.0)), tensor(3, 2, EMBED)
     assert_same(layer, x, x, x, need_weights=need_weights)
     dropped = layer(x, x, x, need_weights=need_weights)[0]
     layer.eval()
@@ -145,7 +117,7 @@ def test_dropout_acts_in_training_alone(need_weights: bool) -> None:
 @pytest.mark.parametrize("mode", ["output", "input", "both"])
 def test_with_more_rows_every_product_is_a_median(mode: str, rows: int) -> None:
     torch.manual_seed(0)
-    layer, x = sketched(attention(), mode, rows), tensor(3, 2, EMBED)
+    layer, x = half_sketched(attention(), mode, rows), tensor(3, 2, EMBED)
     packed = layer.plans["in_proj_weight"].unsketch_rows(layer.in_proj_weight)
 
     def multiply(weights: Tensor, bias: Tensor, y: Tensor) -> Tensor:
@@ -169,7 +141,7 @@ def test_with_more_rows_every_product_is_a_median(mode: str, rows: int) -> None:
 @pytest.mark.parametrize("options", [{}, {"kdim": 6}, {"add_bias_kv": True}, {"bias": False}])
 def test_names_are_those_of_the_full_layer(options: dict[str, Any]) -> None:
     full = attention(**options)
-    small = sketched(full)
+    small = half_sketched(full)
     assert list(small.state_dict()) == list(full.state_dict())
     assert set(small.plans) == {name for name in full.state_dict() if name.endswith("weight")}
     unsketched = small.unsketched()
@@ -181,7 +153,7 @@ def test_names_are_those_of_the_full_layer(options: dict[str, Any]) -> None:
 def test_transformer_layers_train_with_sketched_attention(parent: Any) -> None:
     layer = parent(EMBED, HEADS, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
     twin = copy.deepcopy(layer)
-    layer.self_attn = sketched(layer.self_attn)
+    layer.self_attn = half_sketched(layer.self_attn)
     twin.self_attn = layer.self_attn.unsketched()
     x = tensor(2, 3, EMBED)
     inputs = (x,) if parent is nn.TransformerEncoderLayer else (x, tensor(2, 4, EMBED))
@@ -189,7 +161,7 @@ def test_transformer_layers_train_with_sketched_attention(parent: Any) -> None:
 
 
 def test_a_copy_computes_the_same_and_shares_nothing() -> None:
-    layer, x = sketched(attention()), tensor(3, 2, EMBED)
+    layer, x = half_sketched(attention()), tensor(3, 2, EMBED)
     twin = copy.deepcopy(layer)
     assert torch.equal(layer(x, x, x)[0], twin(x, x, x)[0])
     with torch.no_grad():
@@ -199,7 +171,7 @@ def test_a_copy_computes_the_same_and_shares_nothing() -> None:
 
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_the_meta_device_gives_shapes(need_weights: bool) -> None:
-    layer = sketched(attention(add_bias_kv=True)).to("meta")
+    layer = half_sketched(attention(add_bias_kv=True)).to("meta")
     x = torch.empty(3, 2, EMBED, dtype=torch.float64, device="meta")
     output, weights = layer(x, x, x, need_weights=need_weights)
     assert output.shape == x.shape and output.is_meta
@@ -209,7 +181,7 @@ def test_the_meta_device_gives_shapes(need_weights: bool) -> None:
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_autocast_trains_in_bfloat16(need_weights: bool) -> None:
     torch.manual_seed(0)
-    layer = sketched(nn.MultiheadAttention(EMBED, HEADS))
+    layer = half_sketched(nn.MultiheadAttention(EMBED, HEADS))
     x = torch.randn(5, 4, EMBED, requires_grad=True)
     mask = nn.Transformer.generate_square_subsequent_mask(5)
     options = {"attn_mask": mask, "need_weights": need_weights}
@@ -225,7 +197,7 @@ def test_autocast_trains_in_bfloat16(need_weights: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, when it compiles
 def test_compiled_attention_agrees() -> None:
-    layer, x = sketched(attention(), "input"), tensor(3, 2, EMBED)
+    layer, x = half_sketched(attention(), "input"), tensor(3, 2, EMBED)
     compiled = torch.compile(layer, backend="aot_eager")
     sources = [x, *layer.parameters()]
     gradients = [torch.autograd.grad(f(x, x, x)[0].sum(), sources) for f in (layer, compiled)]
@@ -234,7 +206,7 @@ def test_compiled_attention_agrees() -> None:
 
 
 def test_masks_that_do_not_fit_are_refused_by_shape() -> None:
-    layer, x = sketched(attention()), tensor(3, 2, EMBED)
+    layer, x = half_sketched(attention()), tensor(3, 2, EMBED)
     with pytest.raises(MismatchError, match=r"attn_mask has shape \(3, 4\); expected \(3, 3\) or \(4, 3, 3\)"):
         layer(x, x, x, attn_mask=torch.zeros(3, 4))
     with pytest.raises(MismatchError, match=r"key_padding_mask has shape \(3, 2\); expected \(2, 3\)"):

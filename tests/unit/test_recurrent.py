@@ -14,37 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from comfetch import sketching
 from comfetch.errors import MismatchError
-from comfetch.hashing import fold
-from comfetch.layers.base import REGISTRY
-from comfetch.plan import WeightPlan
+from tests.oracle import SCHEMES, half_sketched
 
 KINDS = (nn.LSTM, nn.GRU, nn.RNN)
-SCHEMES = st.fixed_dictionaries(
-    {
-        "mode": st.sampled_from(("output", "input", "both")),
-        "blocks": st.sampled_from((1, 2)),
-        "hash": st.sampled_from(("balanced", "random")),
-        "scale": st.sampled_from(("mean", "isometric", "count")),
-    }
-)
-
-
-def sketched(layer: nn.Module, mode: str = "output", rows: int = 1, blocks: int = 2, **options: str) -> Any:
-    """Sketch a recurrent layer to half its size, with small weights drawn anew."""
-    recipe = REGISTRY[type(layer)](layer)
-    assert not isinstance(recipe, str)
-    plans = {}
-    for name, geo in recipe.weights.items():
-        out, inp = geo.outputs, geo.inputs
-        length = (out if mode == "input" else out // 2, inp if mode == "output" else inp // 2)
-        g = 1 if mode == "both" else blocks
-        plan = {"hash": "balanced", "scale": "mean", **options}
-        plans[name] = WeightPlan(geo, mode, length, rows, g, key=fold(0, name), **plan)
-    small = recipe.build(layer, plans)
-    with torch.no_grad():
-        for parameter in small.parameters():
-            parameter.normal_(std=0.3)
-    return small
 
 
 def flat(result: Any) -> list[Tensor]:
@@ -103,7 +75,7 @@ def test_a_sketched_layer_equals_the_full_layer_with_unsketched_weights(data: An
         options["proj_size"] = data.draw(st.sampled_from((0, 4)))
     if kind is nn.RNN:
         options["nonlinearity"] = data.draw(st.sampled_from(("tanh", "relu")))
-    layer = sketched(kind(6, 8, dtype=torch.float64, **options), **scheme)
+    layer = half_sketched(kind(6, 8, dtype=torch.float64, **options), **scheme)
     layout = data.draw(st.sampled_from(("padded", "unbatched", "sorted", "unsorted")))
     batch, time = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
     x = draw_input(layout, batch, time, 6)
@@ -121,14 +93,14 @@ def test_a_sketched_layer_equals_the_full_layer_with_unsketched_weights(data: An
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_empty_batch_gives_an_empty_output(kind: Any) -> None:
-    layer = sketched(kind(6, 8, num_layers=2, dtype=torch.float64))
+    layer = half_sketched(kind(6, 8, num_layers=2, dtype=torch.float64))
     assert_same(layer, torch.randn(3, 0, 6, dtype=torch.float64, requires_grad=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_acts_between_layers_and_in_training_alone(kind: Any) -> None:
     # With probability 1 the second layer sees zeros, in torch's layer too: nothing is left to chance.
-    layer = sketched(kind(6, 8, num_layers=2, dropout=1.0, dtype=torch.float64))
+    layer = half_sketched(kind(6, 8, num_layers=2, dropout=1.0, dtype=torch.float64))
     x = torch.randn(3, 2, 6, dtype=torch.float64, requires_grad=True)
     trained = layer(x)[0]
     torch.testing.assert_close(trained, layer.unsketched()(x)[0])
@@ -167,7 +139,7 @@ def reference(layer: Any, x: Tensor) -> Tensor:
 def test_with_more_rows_every_product_is_a_median(kind: Any, mode: str, rows: int) -> None:
     torch.manual_seed(0)
     options = {"proj_size": 4} if kind is nn.LSTM else {}
-    layer = sketched(kind(6, 8, dtype=torch.float64, **options), mode, rows)
+    layer = half_sketched(kind(6, 8, dtype=torch.float64, **options), mode, rows)
     x = torch.randn(4, 3, 6, dtype=torch.float64, requires_grad=True)
     mine, theirs = layer(x)[0], reference(layer, x)
     torch.testing.assert_close(mine, theirs)
@@ -180,14 +152,14 @@ def test_with_more_rows_every_product_is_a_median(kind: Any, mode: str, rows: in
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_are_those_of_the_full_layer(kind: Any) -> None:
     full = kind(6, 8, num_layers=2, bidirectional=True)
-    small = sketched(full)
+    small = half_sketched(full)
     assert list(small.state_dict()) == list(full.state_dict())
     small.flatten_parameters()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_computes_the_same_and_shares_nothing(kind: Any) -> None:
-    layer = sketched(kind(6, 8))
+    layer = half_sketched(kind(6, 8))
     twin = copy.deepcopy(layer)
     x = torch.randn(3, 2, 6)
     assert torch.equal(layer(x)[0], twin(x)[0])
@@ -198,7 +170,7 @@ def test_a_copy_computes_the_same_and_shares_nothing(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_meta_device_gives_shapes(kind: Any) -> None:
-    layer = sketched(kind(6, 8, bidirectional=True)).to("meta")
+    layer = half_sketched(kind(6, 8, bidirectional=True)).to("meta")
     output, state = layer(torch.empty(3, 2, 6, device="meta"))
     assert output.shape == (3, 2, 16) and output.is_meta
     assert all(s.shape == (2, 2, 8) for s in flat(state))
@@ -208,7 +180,7 @@ def test_the_meta_device_gives_shapes(kind: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_autocast_trains_in_bfloat16(kind: Any, rows: int) -> None:
     torch.manual_seed(0)
-    layer = sketched(kind(6, 8, bias=False, num_layers=2), rows=rows)
+    layer = half_sketched(kind(6, 8, bias=False, num_layers=2), rows=rows)
     x = torch.randn(5, 4, 6, requires_grad=True)
     exact = torch.autograd.grad(layer(x)[0].sum(), [x, *layer.parameters()])
     with torch.autocast("cpu", torch.bfloat16):
@@ -225,7 +197,7 @@ def test_autocast_trains_in_bfloat16(kind: Any, rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_checkpointed_and_repeated_backward_agree(kind: Any, rows: int) -> None:
-    layer = sketched(kind(6, 8, bidirectional=True), rows=rows)
+    layer = half_sketched(kind(6, 8, bidirectional=True), rows=rows)
     x = torch.randn(3, 2, 6, requires_grad=True)
     sources = [x, *layer.parameters()]
     output = layer(x)[0]
@@ -255,14 +227,14 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_of_the_size_of_a_full_weight_is_made(kind: Any, mode: str) -> None:
     full = kind(64, 64, num_layers=2)
-    layer = sketched(full, mode)
+    layer = half_sketched(full, mode)
     with Largest() as largest:
         layer(torch.randn(2, 3, 64))[0].sum().backward()
     assert largest.numel < full.weight_ih_l0.numel()
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
-    layer = sketched(nn.LSTM(6, 8))
+    layer = half_sketched(nn.LSTM(6, 8))
     with pytest.raises(MismatchError, match="the input has 5 features, the layer takes 6"):
         layer(torch.randn(3, 2, 5))
     with pytest.raises(MismatchError, match="the input has 4 dimensions; expected 2 or 3"):

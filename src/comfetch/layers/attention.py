@@ -116,9 +116,9 @@ class SketchedAttention(SketchedLayer):
     def _product(self, name: str) -> tuple[Product, Tensor]:
         """Return the product and the small weight of q, k or v."""
         if self.in_proj_weight is not None:
-            return self.products[name], self.in_proj_weight  # type: ignore[return-value]
+            return self.product(name), self.in_proj_weight
         name = f"{name}_proj_weight"
-        return self.products[name], getattr(self, name)  # type: ignore[return-value]
+        return self.product(name), getattr(self, name)
 
     def _merge(self, attn: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         """Merge both masks into one that is added to the scores, (batch or 1, heads or 1, target, source)."""
