@@ -52,8 +52,18 @@ def cifar() -> str:
         theirs = PAPER[int(options["compression"])]
         sent = format_bytes(records[-1]["bytes_down"] / records[-1]["clients"])
         numbers = [f"{best:.1f}", f"{theirs:.1f}", f"{best - theirs:+.1f}", sent]
-        rows.append([options["preset"], f"{options['compression']:g}", *numbers])
-    head = ["preset", "compression", "ours, best so far at round 10", "authors' logs", "difference", "download"]
+        adam = "kept" if options["keep_optimiser"] else "fresh"
+        rows.append([options["preset"], f"{options['compression']:g}", options["blocks"], adam, *numbers])
+    head = [
+        "preset",
+        "compression",
+        "blocks",
+        "Adam's state",
+        "ours, best so far at round 10",
+        "authors' logs",
+        "difference",
+        "download",
+    ]
     return markdown(head, rows)
 
 
