@@ -17,10 +17,10 @@ export FLWR_DISABLE_UPDATE_CHECK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install $(VENV) test check format bench tables demo clean
+.PHONY: help install $(VENV) test test-federation federation check format bench tables demo clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
 
 install: $(STAMP) ## make .venv with all extras and the tools (automatic where needed)
 
@@ -42,6 +42,13 @@ $(STAMP): pyproject.toml constraints.txt
 # One thread a worker: the workers already share the cores.
 test: $(STAMP) ## run all tests and doctests; ARGS="tests/unit -k hash" picks, WORKERS=0 runs in one process
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+
+# One after another: each starts a dozen processes of its own.
+test-federation: $(STAMP) ## run the tests with real SuperLinks, SuperNodes and Ray on loopback; ARGS="-k killed" picks
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/federation --durations 15 $(ARGS)
+
+federation: $(STAMP) ## start a SuperLink with TLS and four authenticated SuperNodes on this machine, and run some rounds
+	@$(BIN)/python examples/federation.py $(ARGS)
 
 check: $(STAMP) ## check format, lint and types
 	@$(BIN)/ruff format --check .

@@ -12,19 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from comfetch import hashing, records
+from comfetch.capacity import parse_capacities
 from comfetch.data import KINDS, Task, load_task
+from comfetch.driver import Channel
 from comfetch.errors import ModelError, OptionError
 from comfetch.footprint import meta_model
 from comfetch.methods import Comfetch, FedAvg, Local, Method, Server
-from comfetch.methods.base import WEIGHTINGS
+from comfetch.methods.averaging import RULES, WEIGHTINGS, Averaging
 from comfetch.methods.comfetch import SPACES, UPLOADS
 from comfetch.methods.local import OPTIMISERS
 from comfetch.models import MODELS, NORMS, STEMS, constructor
 from comfetch.plan import MODES
 from comfetch.policy import POLICIES
-from comfetch.simulation import Federation, History, Record, simulate
+from comfetch.privacy import PLACES, Privacy
+from comfetch.simulation import EVALUATIONS, Engine, Federation, History, Record, simulate
 from comfetch.sketching import SCALES
 from comfetch.transforms import SECOND_MOMENTS, Transform, adaptive, chain, error_feedback, momentum, scale, top_k
+from comfetch.wire import FORMATS, Wire
 
 METHODS = ("comfetch", "fedavg")
 PRESETS: dict[str, dict[str, Any]] = {
@@ -39,8 +43,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 LARGEST = 1e30
 """Floating point options beyond it are no choice: weights have 32 bits."""
-TASK, SKETCH, FEDERATION, CLIENTS, SERVER, DRAWS = (
-    "Task and model", "Sketch", "Federation", "Local training", "Server", "Random numbers",
+TASK, SKETCH, FEDERATION, CLIENTS, SERVER, WIRE, DRAWS = (
+    "Task and model", "Sketch", "Federation", "Local training", "Server", "Wire and privacy", "Random numbers",
 )  # fmt: skip
 """Groups of options, as the help shows them."""
 
@@ -71,6 +75,9 @@ class Experiment:
     redraw: int | None = _option(None, SKETCH, "Draw new hashes every so many rounds.")
     uploads: str = _option("weights", SKETCH, "What clients send; one gradient a round is Algorithms 1, 2.", UPLOADS)
     space: str = _option("full", SKETCH, "Where the server's momentum and error live.", SPACES)
+    capacities: str | None = _option(
+        None, SKETCH, "Compressions of classes of clients, such as 1,2,4,8; clients take them in turn."
+    )
     clients: int = _option(10, FEDERATION, "Number of clients.")
     fraction: float = _option(1.0, FEDERATION, "Part of the clients in each round.")
     rounds: int = _option(10, FEDERATION, "Number of rounds.")
@@ -78,6 +85,7 @@ class Experiment:
     alpha: float = _option(1.0, FEDERATION, "Concentration of the Dirichlet partition: small means skewed.")
     unequal: bool = _option(False, FEDERATION, "Dirichlet partition with local sets of unequal size.")
     weighting: str = _option("examples", FEDERATION, "Weight of a client in the average.", WEIGHTINGS)
+    evaluation: str = _option("server", FEDERATION, "Where models are tested.", EVALUATIONS)
     local_epochs: int = _option(1, CLIENTS, "Passes over the local data in a round.")
     local_steps: int | None = _option(None, CLIENTS, "Steps of local training, instead of epochs.")
     batch_size: int = _option(64, CLIENTS, "Examples of a step.")
@@ -95,6 +103,16 @@ class Experiment:
     factor_masking: bool = _option(False, SERVER, "Forget the momentum where it was applied.")
     top_k: float | None = _option(None, SERVER, "Fraction of coordinates that is applied, with error feedback.")
     top_k_per: str = _option("layer", SERVER, "Where the top-k are chosen.", ("layer", "global"))
+    aggregation: str = _option("mean", SERVER, "How uploads become one, coordinate by coordinate.", RULES)
+    trim: float = _option(0.1, SERVER, "Part of the clients that trimmed-mean leaves out at each end.")
+    clip_updates: float | None = _option(None, SERVER, "Largest norm of a client's change; larger ones are scaled.")
+    wire_down: str = _option("float32", WIRE, "Format on the way to clients.", FORMATS)
+    wire_up: str = _option("float32", WIRE, "Format on the way back; others than float32 send the change.", FORMATS)
+    wire_feedback: bool = _option(False, WIRE, "Clients add what the format lost to their next change.")
+    privacy: str = _option("none", WIRE, "Differential privacy: noise on each client, or on the server.", PLACES)
+    privacy_clip: float = _option(1.0, WIRE, "Largest norm of a client's change under privacy.")
+    privacy_noise: float = _option(1.0, WIRE, "Standard deviation of the noise, in units of privacy-clip.")
+    privacy_delta: float = _option(1e-5, WIRE, "The δ for which the privacy loss ε is told.")
     key: int = _option(0, DRAWS, "What hashes and the choice of clients are drawn from.")
     seed: int = _option(0, DRAWS, "What data order and initial weights are drawn from.")
 
@@ -152,12 +170,20 @@ class Experiment:
 
     def make_method(self) -> Method:
         """Make the method."""
+        averaging = Averaging(self.weighting, self.aggregation, self.trim)
         if self.method == "fedavg":
-            return FedAvg(self.local(), self.server(), self.weighting, self.key)
+            return FedAvg(self.local(), self.server(), averaging, self.key)
+        capacities = None if self.capacities is None else parse_capacities(self.capacities)
         return Comfetch(
             self.compression, self.key, self.local(), self.server(), self.uploads, self.space, self.redraw,
-            self.weighting, self.sketch(),
+            averaging, self.sketch(), capacities,
         )  # fmt: skip
+
+    def channel(self) -> Channel:
+        """Return how messages travel."""
+        wire = Wire(self.wire_down, self.wire_up, self.wire_feedback)
+        privacy = Privacy(self.privacy, self.privacy_clip, self.privacy_noise, self.privacy_delta)
+        return Channel(wire, privacy, self.clip_updates)
 
     def sketch(self) -> dict[str, Any]:
         """Return the settings of the sketch, besides compression and key."""
@@ -175,7 +201,7 @@ class Experiment:
     def run(
         self, out: Path | None = None, *, data_dir: str | None = None, device: str = "cpu", resume: bool = False,
         on_start: Callable[[Federation, list[Record]], None] | None = None,
-        on_round: Callable[[Record], None] | None = None,
+        on_round: Callable[[Record], None] | None = None, engine: Callable[[Federation], Engine] | None = None,
     ) -> History:  # fmt: skip
         """Run the experiment, with its records in `out`; `on_start` gets the federation and the rounds run before."""
         method = self.make_method()
@@ -193,7 +219,8 @@ class Experiment:
         return simulate(
             method, task, model=build, clients=self.clients, rounds=self.rounds, fraction=self.fraction,
             partition=self.partition, alpha=self.alpha, unequal=self.unequal, seed=self.seed, device=device, out=out,
-            resume=resume, options=self.options(), on_start=started, on_round=on_round,
+            resume=resume, options=self.options(), channel=self.channel(), evaluation=self.evaluation, engine=engine,
+            on_start=started, on_round=on_round,
         )  # fmt: skip
 
 

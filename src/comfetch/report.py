@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -33,8 +34,9 @@ class Run:
         return float(sum(record[name] for record in self.rounds))
 
     def last(self, name: str) -> float:
-        """Return a number of the last round."""
-        return float(self.rounds[-1][name])
+        """Return a number of the last round; NaN if it was not measured."""
+        value = self.rounds[-1][name]
+        return math.nan if value is None else float(value)
 
     def best(self, name: str) -> float:
         """Return the largest of a number over the rounds."""
@@ -170,7 +172,7 @@ def to_csv(groups: Sequence[Group]) -> str:
         options = group.runs[0].options
         numbers = [number for column in COLUMNS for number in group.values(column.measure)]
         what = [group.label, options.get("task"), options.get("method"), _compression(options), len(group.runs)]
-        writer.writerow([*what, *("" if number is None else number for number in numbers)])
+        writer.writerow([*what, *("" if number is None or math.isnan(number) else number for number in numbers)])
     return text.getvalue()
 
 
@@ -210,5 +212,7 @@ def _compression(options: dict[str, Any]) -> float:
 
 
 def _cell(column: Column, mean: float, deviation: float | None) -> str:
+    if math.isnan(mean):
+        return "–"
     written = column.write(mean)
     return written if not deviation else f"{written} ± {column.write(deviation)}"

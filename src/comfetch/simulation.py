@@ -2,30 +2,36 @@
 
 import copy
 import dataclasses
+import functools
 import itertools
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from comfetch import hashing, records
+from comfetch import driver, records
 from comfetch.convert import plan_of
 from comfetch.data import Examples, Task, label_counts, load_task, partition
-from comfetch.errors import ModelError, OptionError, RunError, UploadError
+from comfetch.driver import Channel, Round, check_channel, sample, train_client, train_seed
+from comfetch.errors import ModelError, OptionError, RunError
 from comfetch.files import PLAN, save_state
 from comfetch.footprint import Bytes, count, meta_model, track
-from comfetch.methods.base import Build, Client, Message, Method, Server, State, Trained, Upload, check_upload
+from comfetch.methods.base import Build, Client, Message, Method, Server, State, TwoPass
 from comfetch.methods.local import OPTIMISERS
 from comfetch.models import constructor
 
-Record = dict[str, Any]
+Record = driver.Record
 CPU = torch.device("cpu")
+MODELS_KEPT = 16
+"""Models of different audiences that are kept for the next round; more than that are made anew."""
+EVALUATIONS = ("server", "clients", "both")
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,16 @@ class History:
         return float(self.records[-1]["accuracy"])
 
 
+class Engine(Protocol):
+    """What carries the messages of a run: `Federation` itself, in this process, or Flower."""
+
+    def round(self, server: Server) -> tuple[Server, Record]:
+        """Run one round."""
+
+    def evaluate_clients(self, server: Server) -> Record:
+        """Test on the clients."""
+
+
 @dataclass
 class Federation:
     """A method, a task divided among clients, and all that a run needs: made once, then run round by round."""
@@ -88,16 +104,26 @@ class Federation:
     fraction: float = 1.0
     seed: int = 0
     device: torch.device = CPU
+    channel: Channel = field(default_factory=Channel)
     models: dict[Any, nn.Module] = field(default_factory=dict)
     states: dict[Any, State] = field(default_factory=dict)
     memories: dict[int, State] = field(default_factory=dict)
-    memory_bytes: tuple[int, int | None] | None = None
+    memory_bytes: dict[float | None, tuple[int, int | None]] = field(default_factory=dict)
+    full: nn.Module | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.fraction, int | float) and 0 < self.fraction <= 1):
             raise OptionError(f"fraction={self.fraction!r} is not in (0, 1]. It is the part of clients in a round.")
-        self.clients = [Client(i, len(part)) for i, part in enumerate(self.parts)]
+        classes = getattr(self.method, "capacities", None) or [None]
+        self.clients = [Client(i, len(part), classes[i % len(classes)]) for i, part in enumerate(self.parts)]
         self.data = [Local(self.task, self.task.train.at(part), self.device) for part in self.parts]
+        check_channel(self.method, self.channel)
+
+    @functools.cached_property
+    def tests(self) -> list[Examples]:
+        """Divide the test examples equally among the clients, for evaluation there."""
+        order = np.random.default_rng(self.seed).permutation(len(self.task.test))
+        return [self.task.test.at(rows) for rows in np.array_split(order, len(self.clients))]
 
     def start(self) -> Server:
         """Make the server's first state."""
@@ -107,101 +133,98 @@ class Federation:
 
     def sample(self, round: int) -> list[Client]:
         """Draw the clients of a round, by key and round alone."""
-        wanted = max(1, math.floor(self.fraction * len(self.clients) + 0.5))
-        rank = hashing.draw([hashing.fold(self.method.key, "sample", round)], len(self.clients), len(self.clients))
-        return [client for client, place in zip(self.clients, rank.index[0], strict=True) if place < wanted]
+        return sample(self.method.key, round, self.clients, self.fraction)
 
     def round(self, server: Server) -> tuple[Server, Record]:
         """Run one round: download, local training, upload, server step."""
         started = time.perf_counter()
-        sent: dict[Any, Message] = {}
-        uploads: list[Upload] = []
-        refused: list[str] = []
-        down = up = 0
-        losses: list[tuple[float, int]] = []
+        clients = self.sample(server.round)
+        play = Round(self.method, server, self.channel, clients)
         with torch.random.fork_rng(devices=[]):
-            for client in self.sample(server.round):
-                audience = self.method.audience(server, client)
-                if audience not in sent:
-                    sent[audience] = self.method.download(server, client)
-                message = sent[audience]
-                down += message.nbytes
-                trained, answer = self.train(client, audience, message, server.round)
-                up += answer.nbytes
-                upload = Upload(client, answer)
-                try:
-                    check_upload(upload, message, server.trained)
-                    uploads.append(upload)
-                    losses.append((trained.loss, client.examples))
-                except UploadError as error:
-                    refused.append(str(error))
-        if not uploads:
-            raise RunError(
-                f"Round {server.round + 1}: every upload was refused, so there is nothing to average. "
-                f"First: {refused[0]} If the loss is NaN, lower the learning rate."
-            )
-        server = self.method.step(server, uploads)
-        measured, predicted = self.memory_bytes or (0, 0)
-        record = {
-            "round": server.round, "loss": sum(x * n for x, n in losses) / sum(n for _, n in losses),
-            "bytes_down": down, "bytes_up": up, "client_memory": measured, "client_memory_predicted": predicted,
-            "clients": len(uploads), "refused": refused, "seconds": time.perf_counter() - started,
-        }  # fmt: skip
+            for client in clients:
+                audience, _, received = play.post(client)
+                model = self.model(client, audience, received)
+                if client.capacity not in self.memory_bytes:
+                    self.memory_bytes[client.capacity] = self.measure(model, max(self.data, key=len))
+                memory = self.memories.setdefault(client.id, {})
+                trained, answer = train_client(
+                    self.method, self.channel, model, self.data[client.id], received, memory,
+                    train_seed(self.seed, server.round, client),
+                )  # fmt: skip
+                if not play.pooling:  # the next client trains the same model
+                    answer = Message({name: tensor.clone() for name, tensor in answer.state.items()}, answer.text)
+                play.take(client, answer, self.channel.told(trained.loss))
+            request = play.ask()
+            for client in play.asked:
+                assert isinstance(self.method, TwoPass) and request is not None
+                play.take(client, self.method.respond(request, self.memories[client.id]), None)
+        self.models = {k: model for k, model in self.models.items() if k in play.sent}
+        self.states = {k: state for k, state in self.states.items() if k in play.sent}
+        server, record = play.close()
+        record.update(memory_record(self.memory_bytes.values()), seconds=time.perf_counter() - started)
         return server, record
 
-    def train(self, client: Client, audience: Any, message: Message, round: int) -> tuple[Trained, Message]:
-        """Let a client train on its download, and return how that went and its upload."""
-        model = self.model(client, audience, message)
-        if self.memory_bytes is None:
-            self.memory_bytes = self.measure(model, max(self.data, key=len))
-        memory = self.memories.setdefault(client.id, {})
-        seed = hashing.fold(self.seed, "train", round, client.id)
-        if self.device.type == "cpu":
-            torch.default_generator.manual_seed(seed & (2**63 - 1))  # 0.3 ms less than to seed absent accelerators, too
-        else:
-            torch.manual_seed(seed & (2**63 - 1))
-        trained = self.method.train(model, self.data[client.id], memory, seed)
-        return trained, self.method.upload(message, trained, memory)
-
-    def model(self, client: Client, audience: Any, message: Message) -> nn.Module:
+    def model(self, client: Client, audience: Any, received: Message) -> nn.Module:
         """Return the client's model with the download in it; one object serves all clients of an audience in turn."""
+        load = getattr(self.method, "load", None)
         if audience not in self.models:
-            self.models = {k: m for k, m in self.models.items() if k == "full"}
-            self.states = {}
-            model = self.method.client_model(self.build, client, message).to(self.device)
-            model.load_state_dict(message.state)
-            self.models[audience] = model
-            self.states[audience] = model.state_dict()
+            for old in list(self.models)[: 1 - MODELS_KEPT]:
+                del self.models[old], self.states[old]
+            self.models[audience] = model = self.method.client_model(self.build, client, received).to(self.device)
+            self.states[audience] = {} if load else model.state_dict()
+            if load is None:
+                model.load_state_dict(received.state)
         for name, tensor in self.states[audience].items():  # load_state_dict checks again what was checked once
-            tensor.copy_(message.state[name])
+            tensor.copy_(received.state[name])
+        if load is not None:
+            load(self.models[audience], received, self.memories.setdefault(client.id, {}))
         return self.models[audience]
 
     def final_models(self, server: Server) -> tuple[nn.Module, nn.Module]:
-        """Return the model that clients run and the server's own full one, never sketched."""
-        client = self.clients[0]
-        message = self.method.download(server, client)
-        sketched = self.model(client, self.method.audience(server, client), message)
-        if message.state is server.weights:
+        """Return the model that clients run, the smallest of them, and the server's own full one, never sketched."""
+        client = max(self.clients, key=lambda client: client.capacity or 0)
+        sketched = self.client_model(server, client)
+        if self.method.download(server, client).state is server.weights and self.channel.wire.down == "float32":
             return sketched, sketched
-        if "full" not in self.models:
-            self.models["full"] = self.build().to(self.device)
-        self.models["full"].load_state_dict(server.weights)
-        return sketched, self.models["full"]
+        if self.full is None:
+            self.full = self.build().to(self.device)
+        self.full.load_state_dict(server.weights)
+        return sketched, self.full
+
+    def client_model(self, server: Server, client: Client) -> nn.Module:
+        """Return what a client would run now."""
+        audience, _, received = Round(self.method, server, self.channel).post(client)
+        return self.model(client, audience, received)
 
     def evaluate(self, server: Server) -> Record:
-        """Test both models: `accuracy` is what clients run, `accuracy_full` the server's own weights."""
+        """Test on the server: `accuracy` is what clients run, on average, `accuracy_full` the server's own weights."""
+        found: dict[float | None, tuple[float, float]] = {}
+        for client in self.clients:
+            if client.capacity not in found:
+                found[client.capacity] = self.test(self.client_model(server, client), self.task.test)
+        loss, accuracy = (statistics.fmean(found[c.capacity][i] for c in self.clients) for i in (0, 1))
         sketched, full = self.final_models(server)
-        loss, accuracy = self.test(sketched)
-        accuracy_full = accuracy if full is sketched else self.test(full)[1]
-        return {"test_loss": loss, "accuracy": accuracy, "accuracy_full": accuracy_full}
+        accuracy_full = accuracy if full is sketched else self.test(full, self.task.test)[1]
+        record: Record = {"test_loss": loss, "accuracy": accuracy, "accuracy_full": accuracy_full}
+        if len(found) > 1:
+            record["accuracy_by_capacity"] = {f"{k:g}": accuracy for k, (_, accuracy) in found.items() if k is not None}
+        return record
+
+    def evaluate_clients(self, server: Server) -> Record:
+        """Test on the clients: each its own model on its own part of the test examples, averaged by their number."""
+        tested = [
+            (len(examples), *self.test(self.client_model(server, client), examples))
+            for client, examples in zip(self.clients, self.tests, strict=True) if len(examples)
+        ]  # fmt: skip
+        return evaluation_record(tested)
 
     @torch.no_grad()
-    def test(self, model: nn.Module) -> tuple[float, float]:
-        """Return the mean loss and the accuracy on the task's test examples."""
+    def test(self, model: nn.Module, examples: Examples) -> tuple[float, float]:
+        """Return the mean loss and the accuracy on examples."""
         model.eval()
         right = counted = 0
         loss = 0.0
-        for inputs, targets in self.task.batches(self.task.test, 512):
+        for inputs, targets in self.task.batches(examples, 512):
             outputs = model(inputs.to(self.device))
             met, seen = self.task.metric(outputs, targets.to(self.device))
             right, counted = right + met, counted + seen
@@ -255,6 +278,9 @@ def simulate(
     out: str | Path | None = None,
     resume: bool = False,
     options: dict[str, Any] | None = None,
+    channel: Channel | None = None,
+    evaluation: str = "server",
+    engine: Callable[["Federation"], Engine] | None = None,
     on_start: Callable[[Federation, Server, list[Record]], None] | None = None,
     on_round: Callable[[Record], None] | None = None,
 ) -> History:
@@ -267,22 +293,28 @@ def simulate(
         partition, alpha, unequal: how examples are divided (see `comfetch.data.partition`).
         seed: for data and initial weights; the hashes and the choice of clients follow the method's key.
         out: folder for records and checkpoints; with `resume`, a run that was cut goes on there, bit for bit.
-        options: what `run.toml` keeps besides, to tell runs apart. on_start: called before the first round, with the
+        options: what `run.toml` keeps besides, to tell runs apart. channel: wire format, privacy, largest change.
+        evaluation: test on the "server", on the "clients", or "both". engine: what carries the messages, instead of
+            this process. on_start: called before the first round, with the
             federation, the server's state and the records of rounds run before. on_round: called with each record.
     """
     federation = make_federation(
-        method, task, model, clients, fraction, partition, alpha, unequal, seed, device, data_dir
+        method, task, model, clients, fraction, partition, alpha, unequal, seed, device, data_dir, channel
     )
+    if evaluation not in EVALUATIONS:
+        raise OptionError(f"evaluation={evaluation!r} is not known. Choose one of: {', '.join(EVALUATIONS)}.")
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
         raise OptionError(f"rounds={rounds!r} is not a whole number of at least 1.")
     folder = None if out is None else Path(out)
     server, history = _begin(federation, folder, resume, {**(options or {}), "rounds": rounds})
     if on_start is not None:
         on_start(federation, server, history)
+    carrier: Engine = federation if engine is None else engine(federation)
+    privacy_record(federation, rounds)  # what cannot be accounted for is refused before anything is trained
     while server.round < rounds:
-        server, record = federation.round(server)
-        record.update(federation.evaluate(server))
-        if not math.isfinite(record["loss"] + record["test_loss"]):
+        server, record = carrier.round(server)
+        record.update(evaluate(federation, carrier, server, evaluation), **privacy_record(federation, server.round))
+        if not all(math.isfinite(record[name] or 0) for name in ("loss", "test_loss")):
             losses = f"{record['loss']} in training and {record['test_loss']} in the test"
             raise RunError(f"Round {server.round}: the loss is {losses}. Lower the learning rate.")
         if folder is not None:
@@ -300,7 +332,7 @@ def simulate(
 def make_federation(
     method: Method, task: Task | str, model: str | Build | None = None, clients: int = 10, fraction: float = 1.0,
     kind: str = "iid", alpha: float = 1.0, unequal: bool = False, seed: int = 0, device: str = "cpu",
-    data_dir: str | None = None,
+    data_dir: str | None = None, channel: Channel | None = None,
 ) -> Federation:  # fmt: skip
     """Load the task, divide it among clients and check that the model fits it."""
     task = load_task(task, data_dir) if isinstance(task, str) else task
@@ -316,7 +348,46 @@ def make_federation(
         torch.zeros(1, device=place).item()
     except (RuntimeError, AssertionError) as error:
         raise OptionError(f"device={device!r} cannot be used here: {error}") from error
-    return Federation(method, task, build, parts, fraction, seed, place)
+    return Federation(method, task, build, parts, fraction, seed, place, channel or Channel())
+
+
+def evaluate(federation: Federation, engine: Engine, server: Server, where: str) -> Record:
+    """Test on the server, on the clients, or both; without the server's test, `accuracy` is that of the clients."""
+    record = federation.evaluate(server) if where != "clients" else {}
+    if where != "server":
+        found = engine.evaluate_clients(server)
+        first = {"test_loss": found["loss_clients"], "accuracy": found["accuracy_clients"], "accuracy_full": None}
+        record = {**first, **record, **found}
+    return record
+
+
+def privacy_record(federation: Federation, rounds: int) -> Record:
+    """Account for the privacy that the client drawn most often has left after some rounds, if there is any."""
+    privacy = federation.channel.privacy
+    if privacy.where == "none":
+        return {}
+    from comfetch.accounting import epsilon, participations
+
+    schedule = [[client.id for client in federation.sample(round)] for round in range(rounds)]
+    return {"epsilon": epsilon(privacy, participations(schedule))}
+
+
+def evaluation_record(tested: Iterable[tuple[int, float, float]]) -> Record:
+    """Average loss and accuracy over clients by their number of test examples."""
+    rows = list(tested)
+    total = sum(count for count, _, _ in rows)
+    loss, accuracy = (sum(row[0] * row[i] for row in rows) / total for i in (1, 2))
+    return {"loss_clients": loss, "accuracy_clients": accuracy}
+
+
+def memory_record(found: Iterable[tuple[int, int | None]]) -> Record:
+    """Record the largest client's peak bytes, measured and predicted."""
+    rows = list(found)
+    predicted = [p for _, p in rows if p is not None]
+    return {
+        "client_memory": max((m for m, _ in rows), default=0),
+        "client_memory_predicted": max(predicted, default=None),
+    }
 
 
 def _begin(

@@ -1,6 +1,7 @@
 """Run experiments: one of them, or what a folder of them still needs."""
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,12 +12,13 @@ from comfetch import records
 from comfetch.cli.options import FIELDS, RUNNING, DataDir, Device, Quiet, Threads, set_threads, takes_options
 from comfetch.cli.watch import Follow, Watch
 from comfetch.compare import Planned, plan_runs
-from comfetch.errors import ComfetchError, RunError
+from comfetch.errors import ComfetchError, OptionError, RunError
 from comfetch.experiment import Experiment, read_experiment
 from comfetch.footprint import format_bytes
 from comfetch.simulation import History
 
 INTERRUPTED = 130
+ENGINES = ("local", "ray")
 What = Annotated[
     str, typer.Argument(metavar="TASK", help="A task (name, file.py, module:function), or an experiment.toml.")
 ]
@@ -27,6 +29,14 @@ Out = Annotated[
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.", rich_help_panel=RUNNING)]
+EngineName = Annotated[
+    str,
+    typer.Option(
+        "--engine",
+        help=f"What carries the messages: {', '.join(ENGINES)}. Ray is Flower's simulation: clients are processes.",
+        rich_help_panel=RUNNING,
+    ),
+]
 Tensorboard = Annotated[
     bool, typer.Option("--tensorboard", help="Write event files into --out, too.", rich_help_panel=RUNNING)
 ]
@@ -35,9 +45,10 @@ Tensorboard = Annotated[
 @takes_options(*(name for name in FIELDS if name != "task"))
 def run(
     task: What, options: dict[str, Any], data_dir: DataDir = None, device: Device = "cpu", out: Out = None,
-    resume: Resume = False, threads: Threads = None, tensorboard: Tensorboard = False, quiet: Quiet = False,
+    resume: Resume = False, threads: Threads = None, engine: EngineName = "local", tensorboard: Tensorboard = False,
+    quiet: Quiet = False,
 ) -> None:  # fmt: skip
-    """Train a task federatedly in one process, with all records in one folder.
+    """Train a task federatedly on this machine, with all records in one folder.
 
     Options given here go before those of the TOML file, and these before the preset's. Ctrl-C stops a run; --resume
     goes on with it, bit for bit.
@@ -60,30 +71,47 @@ def run(
     follow = watch.follow(experiment.task, experiment.rounds, folder / "tensorboard" if tensorboard else None, True)
     try:
         with watch:
-            history = run_watched(experiment, folder, follow, resume, data_dir, device)
+            history = run_watched(experiment, folder, follow, resume, data_dir, device, engine)
     except KeyboardInterrupt as stop:
         again = ["comfetch", "run", str(folder / records.OPTIONS), "--out", str(folder), "--resume"]
         again += ["--data-dir", data_dir] if data_dir else []
         again += ["--device", device] if device != "cpu" else []
         again += ["--threads", str(threads)] if threads else []
+        again += ["--engine", engine] if engine != "local" else []
         typer.echo(interruption(folder, shlex.join(again)), err=True)
         raise typer.Exit(INTERRUPTED) from stop
     watch.say(f"{summary(history)} Everything is in {folder}. For a page: comfetch report {folder}")
 
 
 def run_watched(
-    experiment: Experiment, folder: Path, follow: Follow, resume: bool, data_dir: str | None = None, device: str = "cpu"
-) -> History:
+    experiment: Experiment, folder: Path, follow: Follow, resume: bool, data_dir: str | None = None,
+    device: str = "cpu", engine: str = "local",
+) -> History:  # fmt: skip
     """Run an experiment and show how it goes."""
     if resume and folder.exists():
         for change in records.environment_changes(folder):
             follow.watch.say(f"{folder}: {change}. The result may differ in its last bits.")
+    run = _runner(engine)
     try:
-        return experiment.run(
-            folder, data_dir=data_dir, device=device, resume=resume, on_start=follow.started, on_round=follow.round
-        )
+        return run(
+            experiment, folder, data_dir=data_dir, device=device, resume=resume, on_start=follow.started,
+            on_round=follow.round,
+        )  # fmt: skip
     finally:
         follow.close()
+
+
+def _runner(engine: str) -> Callable[..., History]:
+    """Return what runs an experiment."""
+    if engine not in ENGINES:
+        raise OptionError(f"engine={engine!r} is not known. Choose one of: {', '.join(ENGINES)}.")
+    if engine == "local":
+        return Experiment.run
+    try:
+        from comfetch.flower import run_on_ray
+    except ImportError as error:
+        raise OptionError(f"engine='ray' needs Flower: pip install 'comfetch[flower]'. ({error})") from error
+    return run_on_ray
 
 
 def interruption(folder: Path, command: str) -> str:

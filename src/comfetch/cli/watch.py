@@ -100,7 +100,8 @@ class Follow:
     def state(self, record: Mapping[str, Any]) -> str:
         """Write how a run stands."""
         traffic = f"↓{format_bytes(self.bytes_down)} ↑{format_bytes(self.bytes_up)}"
-        parts = [f"loss {record['loss']:.3f}", f"accuracy {record['accuracy']:.1%}", traffic]
+        loss = record["test_loss"] if record["loss"] is None else record["loss"]
+        parts = [f"loss {loss:.3f}", f"accuracy {record['accuracy']:.1%}", traffic]
         if self.took and self.done < self.rounds:
             mean = sum(self.took) / len(self.took)
             parts.append(f"{clock(mean * (self.rounds - self.done))} left")

@@ -10,19 +10,20 @@ import json
 import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from comfetch.errors import OptionError, UploadError
+from comfetch.errors import UploadError
 
 State = dict[str, Tensor]
 Build = Callable[[], nn.Module]
 
-WEIGHTINGS = ("examples", "uniform")
 ABSURD = 1e4
 """An upload whose norm is so many times that of the download is no result of training."""
+NAMED = 5
+"""A message names so many wrong tensors, not thousands."""
 
 
 _DTYPES = {
@@ -34,10 +35,11 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Client:
-    """Who takes part: a number and how many examples it has."""
+    """Who takes part: its number, how many examples it has, and the compression of its capacity class, if any."""
 
     id: int
     examples: int
+    capacity: float | None = None
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,11 @@ def _file_bytes(layout: tuple[tuple[str, torch.dtype, torch.Size], ...], text: t
 
 @dataclass(frozen=True)
 class Upload:
-    """What arrived from a client."""
+    """What arrived from a client; or the mean of what `count` clients of one capacity have sent."""
 
     client: Client
     message: Message
+    count: int = 1
 
 
 @dataclass
@@ -116,13 +119,19 @@ class LocalData(Protocol):
 
 
 class Method(Protocol):
-    """A federated algorithm. Clients of one `audience` receive the same download and hold models of one structure."""
+    """A federated algorithm. Clients of one `audience` receive the same download and hold models of one structure.
+
+    A method whose `step` uses uploads only through their `averaging`, within each capacity, may say `pools = True`:
+    then they are averaged as they come, and none is kept. Two more functions are optional. `load(model, received,
+    memory)` puts a download into a client's model, where it is not simply the model's state. `check(upload, sent)`
+    raises UploadError for what `expected` cannot say, such as an index that is out of range.
+    """
 
     name: str
     key: int
 
-    def start(self, build: Build) -> Server:
-        """Make the server's first state."""
+    def start(self, build: Build, given: State | None = None, fresh: bool = True) -> Server:
+        """Make the server's first state, of weights that are given or of the model's own; `fresh` if untrained."""
 
     def audience(self, server: Server, client: Client) -> Hashable:
         """Say which clients get the same download."""
@@ -139,29 +148,45 @@ class Method(Protocol):
     def upload(self, received: Message, trained: Trained, memory: State) -> Message:
         """Make what goes back to the server."""
 
+    def expected(self, sent: Message) -> State:
+        """Say what an upload must look like, name by name: only shapes and dtypes of the tensors matter."""
+
     def step(self, server: Server, uploads: list[Upload]) -> Server:
         """Make the server's next state of uploads that were checked."""
 
 
-def start_server(build: Build) -> Server:
-    """Build the full model and take its weights."""
+@runtime_checkable
+class TwoPass(Protocol):
+    """A method with a second exchange in each round: its `step` gets the second uploads."""
+
+    def request(self, server: Server, uploads: list[Upload]) -> tuple[Server, Message]:
+        """Make what the server asks of all whose first upload it took; it may note it in its state."""
+
+    def respond(self, request: Message, memory: State) -> Message:
+        """Answer on a client, with what `upload` has left in its memory."""
+
+
+def start_server(build: Build, given: State | None = None) -> Server:
+    """Build the full model and take its weights, or load those given."""
     model = build()
+    if given is not None:
+        model.load_state_dict(given)
     trained = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
     return Server({name: tensor.detach().clone() for name, tensor in model.state_dict().items()}, trained)
 
 
-def check_upload(upload: Upload, sent: Message, trained: list[str]) -> None:
+def check_upload(upload: Upload, sent: Message, expected: State) -> None:
     """Refuse an upload that cannot be an answer to what was sent: names, shapes, dtypes, key, round, values, norm."""
-    where = f"client {upload.client.id}"
+    where, state = f"client {upload.client.id}", upload.message.state
     for word, value in sent.text.items():
         if upload.message.text.get(word) != value:
             raise UploadError(f"{where}: {word} is {upload.message.text.get(word)!r}, expected {value!r}.")
-    state = upload.message.state
-    odd = sorted(state.keys() - sent.state.keys()) + sorted(set(trained) - state.keys())
-    if odd:
-        raise UploadError(f"{where}: unknown or missing tensors: {', '.join(odd)}.")
+    if state.keys() != expected.keys():
+        odd = [f"{name} is unknown" for name in sorted(state.keys() - expected.keys())]
+        odd += [f"{name} is missing" for name in sorted(expected.keys() - state.keys())]
+        raise UploadError(f"{where}: {'; '.join(odd[:NAMED])}{' and so on' if len(odd) > NAMED else ''}.")
     for name, tensor in state.items():
-        wanted = sent.state[name]
+        wanted = expected[name]
         if tensor.shape != wanted.shape or tensor.dtype != wanted.dtype:
             found = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
             raise UploadError(f"{where}: {name} is {found}, expected {wanted.dtype} of shape {tuple(wanted.shape)}.")
@@ -169,26 +194,6 @@ def check_upload(upload: Upload, sent: Message, trained: list[str]) -> None:
     for name, size in norms.items():
         if not math.isfinite(size):
             raise UploadError(f"{where}: {name} has NaN or infinite values.")
-    total = math.hypot(*[norms.get(name, 0.0) for name in trained])
-    limit = ABSURD * (1 + math.hypot(*[sent.norms.get(name, 0.0) for name in trained]))
+    total, limit = math.hypot(*norms.values()), ABSURD * (1 + math.hypot(*sent.norms.values()))
     if total > limit:
-        raise UploadError(f"{where}: the norm of its weights is {total:.3g}, above {limit:.3g}.")
-
-
-def average(uploads: list[Upload], weighting: str) -> State:
-    """Average the floating point tensors of uploads by number of examples or uniformly, in the order of the clients.
-
-    Integer tensors, such as the counters of batch norm, are never averaged: they are left out.
-    """
-    if weighting not in WEIGHTINGS:
-        raise OptionError(f"weighting={weighting!r} is not known. Choose one of: {', '.join(WEIGHTINGS)}.")
-    ordered = sorted(uploads, key=lambda u: u.client.id)
-    counts = [u.client.examples if weighting == "examples" else 1 for u in ordered]
-    total = sum(counts)
-    mean: State = {}
-    for name, tensor in ordered[0].message.state.items():
-        if tensor.is_floating_point():
-            mean[name] = tensor * (counts[0] / total)
-            for upload, count in zip(ordered[1:], counts[1:], strict=True):
-                mean[name].add_(upload.message.state[name], alpha=count / total)
-    return mean
+        raise UploadError(f"{where}: its norm is {total:.3g}, above {limit:.3g}.")

@@ -2,21 +2,12 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import nn
 
-from comfetch.methods.base import (
-    Build,
-    Client,
-    LocalData,
-    Message,
-    Server,
-    State,
-    Trained,
-    Upload,
-    average,
-    start_server,
-)
+from comfetch.methods.averaging import Averaging
+from comfetch.methods.base import Build, Client, LocalData, Message, Server, State, Trained, Upload, start_server
 from comfetch.methods.local import Local, train_locally
 from comfetch.transforms import Transform, chain
 
@@ -25,15 +16,20 @@ from comfetch.transforms import Transform, chain
 class FedAvg:
     """Average models that clients have trained. Nothing is compressed: clients hold, get and send the full model."""
 
+    down: ClassVar[str] = "full weights"
+    up: ClassVar[str] = "full weights"
+    pools: ClassVar[bool] = True
+    holds: ClassVar[str] = "full weights"
+
     local: Local = field(default_factory=Local)
     server: Transform = field(default_factory=chain)
-    weighting: str = "examples"
+    averaging: Averaging = field(default_factory=Averaging)
     key: int = 0
     name: str = "fedavg"
 
-    def start(self, build: Build) -> Server:
-        """Start with the model as it is built."""
-        return start_server(build)
+    def start(self, build: Build, given: State | None = None, fresh: bool = True) -> Server:
+        """Start with the model as it is built, or with the weights given."""
+        return start_server(build, given)
 
     def audience(self, server: Server, client: Client) -> Hashable:
         """Send everybody the same."""
@@ -53,11 +49,15 @@ class FedAvg:
 
     def upload(self, received: Message, trained: Trained, memory: State) -> Message:
         """Send the new weights."""
-        return Message({name: tensor.clone() for name, tensor in trained.state.items()}, received.text)
+        return Message(trained.state, received.text)
+
+    def expected(self, sent: Message) -> State:
+        """Expect what was sent."""
+        return sent.state
 
     def step(self, server: Server, uploads: list[Upload]) -> Server:
         """W ← W − transforms(W − mean of the uploads); statistics of normalisation are averaged."""
-        mean = average(uploads, self.weighting)
+        mean = self.averaging(uploads)
         self.server.load_state_dict(server.transforms)
         delta = self.server({name: server.weights[name] - mean[name] for name in server.trained})
         self.server.applied(delta)

@@ -1,0 +1,1 @@
+"""Experiments of comfetch on Flower."""

@@ -1,0 +1,95 @@
+"""Carry our messages in Flower's records, and read what comes back: hostile until it is checked."""
+
+import io
+import json
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from numpy.lib import format as npy
+
+from comfetch.errors import UploadError
+from comfetch.methods.base import Message, State
+
+ARRAYS, CONFIG, METRICS = "arrays", "config", "metrics"
+"""Flower's own names of records, so that its apps and mods find them."""
+OURS = "comfetch"
+"""The record with the text of our messages, and what else a client must know."""
+BFLOAT16 = "bfloat16"
+"""Names of the tensors that travel as int16, since numpy has no such type."""
+KINDS = "fiub"
+"""Kinds of numpy types that tensors have."""
+
+
+def to_arrays(state: State) -> tuple[ArrayRecord, list[str]]:
+    """Turn tensors into Flower's arrays; also return the names of those that travel as int16."""
+    odd = [name for name, tensor in state.items() if tensor.dtype == torch.bfloat16]
+    arrays = {
+        name: Array((tensor.view(torch.int16) if name in odd else tensor).detach().cpu().numpy())
+        for name, tensor in state.items()
+    }
+    return ArrayRecord(arrays), odd
+
+
+def to_content(message: Message, **more: Any) -> dict[str, ArrayRecord | ConfigRecord]:
+    """Turn a message into records; `more` goes beside its text."""
+    arrays, odd = to_arrays(message.state)
+    ours = {**message.text, **({BFLOAT16: json.dumps(odd)} if odd else {}), **more}
+    return {ARRAYS: arrays, OURS: ConfigRecord(ours)}
+
+
+def to_message(content: RecordDict, most: float = math.inf) -> Message:
+    """Read a message of at most so many bytes; UploadError says what is wrong with it.
+
+    An app that knows nothing of us replies without our record: its message has no text.
+    """
+    arrays, ours = content.get(ARRAYS), content.get(OURS, ConfigRecord())
+    if not isinstance(arrays, ArrayRecord) or not isinstance(ours, ConfigRecord):
+        raise UploadError(f"its records are {', '.join(content) or 'none'}; an ArrayRecord {ARRAYS!r} was expected.")
+    size = sum(len(array.data) for array in arrays.values())
+    if size > most:
+        raise UploadError(f"it has {size} bytes of arrays, above {most:.0f}.")
+    text = {name: value for name, value in ours.items() if isinstance(value, str)}
+    return Message(to_state(arrays, _names(text.pop(BFLOAT16, "[]"))), text)
+
+
+def to_state(arrays: ArrayRecord, bfloat16: list[str] | None = None) -> State:
+    """Read tensors; memory is taken only for bytes that are there."""
+    state = {name: _tensor(name, array) for name, array in arrays.items()}
+    for name in bfloat16 or []:
+        if name not in state or state[name].dtype != torch.int16:
+            raise UploadError(f"{name} is said to be bfloat16, but is not there as int16.")
+        state[name] = state[name].view(torch.bfloat16)
+    return state
+
+
+def _tensor(name: str, array: Array) -> torch.Tensor:
+    """Read one array in numpy's format, whose header may lie about its shape."""
+    file = io.BytesIO(array.data)
+    try:
+        read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[npy.read_magic(file)]
+        shape, fortran, dtype = read(file)
+    except (ValueError, KeyError, EOFError, SyntaxError) as error:
+        raise UploadError(f"{name} is no array of numpy: {error}") from error
+    if dtype.kind not in KINDS or dtype.hasobject or not dtype.isnative:
+        raise UploadError(f"{name} has the type {dtype}, which no tensor has.")
+    there, claimed = len(array.data) - file.tell(), math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 0 or there != claimed:
+        raise UploadError(f"{name} has {there} bytes, but its shape {shape} needs {claimed}.")
+    values = np.frombuffer(array.data, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
+    try:
+        return torch.from_numpy(values.copy(order="C"))
+    except TypeError as error:
+        raise UploadError(f"{name} has the type {dtype}, which no tensor has.") from error
+
+
+def _names(text: str) -> list[str]:
+    try:
+        names = json.loads(text)
+    except ValueError as error:
+        raise UploadError(f"{BFLOAT16} is {text[:40]!r}, not a list of names.") from error
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UploadError(f"{BFLOAT16} is {text[:40]!r}, not a list of names.")
+    return names

@@ -1,0 +1,139 @@
+"""Know the nodes of a federation: ask each once who it is and what it can hold, and put it into a capacity class."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from logging import INFO, WARNING
+from typing import Any
+
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.common import log
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+
+from comfetch.api import parse_bytes
+from comfetch.capacity import format_capacities
+from comfetch.errors import OptionError, RunError
+from comfetch.flower.messages import OURS
+from comfetch.methods.base import Client
+
+ASKING = 120.0
+"""Seconds that a node has to say who it is; it is asked again in the next round."""
+TELL = 10.0
+"""Seconds between messages about what is being waited for."""
+Predict = Callable[[float | None], int]
+"""Predict the bytes of a training step in a class."""
+
+
+@dataclass
+class Nodes:
+    """Nodes by their id in Flower, and the clients they are.
+
+    Args:
+        least: nodes that must be there before a round begins. wait: seconds until the run is given up.
+        ask: ask nodes who they are; if not, they are numbered as they come.
+        capacities: the classes of the run, if it has any. predict: bytes that a client of a class needs.
+    """
+
+    least: int = 2
+    wait: float = 600.0
+    ask: bool = True
+    capacities: tuple[float, ...] | None = None
+    predict: Predict | None = None
+    clients: dict[int, Client] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+
+    def present(self, grid: Grid) -> dict[int, Client]:
+        """Return the clients that can take part now; wait for enough of them, but not for ever."""
+        began = told = time.monotonic()
+        while True:
+            here = set(grid.get_node_ids())
+            self._ask(grid, sorted(here - self.clients.keys() - self.refused.keys()), here)
+            found = {node: client for node, client in self.clients.items() if node in here}
+            if len(found) >= self.least:
+                return found
+            now = time.monotonic()
+            if now - began > self.wait:
+                refused = "".join(f" Refused: {why}" for node, why in self.refused.items() if node in here)
+                raise RunError(
+                    f"Only {len(found)} of at least {self.least} nodes are there after {self.wait:g} seconds.{refused} "
+                    "Start more SuperNodes, or lower the minimum; what was done is saved."
+                )
+            if now - told > TELL or told == began:
+                told = now
+                log(INFO, "Waiting for nodes: %d of %d are there; giving up in %.0f s.",
+                    len(found), self.least, self.wait - (now - began))  # fmt: skip
+            time.sleep(0.5)
+
+    def _ask(self, grid: Grid, nodes: list[int], here: set[int]) -> None:
+        """Ask new nodes who they are."""
+        if not self.ask:
+            for node in nodes:
+                self.clients[node] = self._admit(node, {}, here)
+            return
+        content = RecordDict({OURS: ConfigRecord({"ask": "client"})})
+        messages = [Message(content, node, MessageType.QUERY, ttl=ASKING) for node in nodes]
+        for node, reply in zip(nodes, exchange(grid, messages, ASKING), strict=True):
+            if reply is None or (reply.has_error() and reply.error.code != ErrorCode.CLIENT_APP_RAISED_EXCEPTION):
+                continue
+            told = reply.content.get(OURS) if reply.has_content() else None
+            try:
+                self.clients[node] = self._admit(node, dict(told) if isinstance(told, ConfigRecord) else {}, here)
+            except OptionError as error:
+                self.refused[node] = f"node {node}: {error}"
+                log(WARNING, "Refused: node %d: %s", node, error)
+
+    def _admit(self, node: int, told: dict[str, Any], here: set[int]) -> Client:
+        """Make a client of what a node says of itself; an app that does not answer our question says nothing."""
+        taken = {client.id: other for other, client in self.clients.items()}
+        number = told.get("client", next(i for i in range(len(taken) + 1) if i not in taken))
+        examples = told.get("examples", 0)
+        for name, value in (("client", number), ("examples", examples)):
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**48:
+                raise OptionError(f"{name}={value!r} is not a whole number of at least 0.")
+        if taken.get(number) in here:
+            raise OptionError(f"it says that it is client {number}, as node {taken[number]} does, which is there, too.")
+        if number in taken:
+            del self.clients[taken[number]]
+            log(INFO, "Client %d is now node %d, and no longer node %d.", number, node, taken[number])
+        capacity = self.classify(told.get("memory") or None, told.get("compression") or None)
+        log(INFO, "Node %d is client %d%s.", node, number, "" if capacity is None else f" of class {capacity:g}")
+        return Client(number, examples, capacity)
+
+    def classify(self, memory: Any, compression: Any) -> float | None:
+        """Return the largest class that fits what a node states; refuse one that cannot hold the smallest."""
+        classes = self.capacities or (None,)
+        if compression is not None and self.capacities:
+            if isinstance(compression, bool) or not isinstance(compression, int | float):
+                raise OptionError(f"compression={compression!r} is not a number.")
+            classes = tuple(k for k in self.capacities if k >= compression)
+            if not classes:
+                known = format_capacities(self.capacities)
+                raise OptionError(f"it asks for compression {compression:g}; the classes of this run are {known}.")
+        if memory is None:
+            return classes[0] if compression is not None else classes[-1]
+        if self.predict is None:
+            raise OptionError(
+                f"memory={memory!r}: the server cannot predict what a client needs. Give Strategy a predict."
+            )
+        most = parse_bytes(memory)
+        needed = {k: self.predict(k) for k in classes}
+        fitting = [k for k in classes if needed[k] <= most]
+        if not fitting:
+            raise OptionError(f"memory={memory!r} is too little: a training step needs {min(needed.values())} bytes.")
+        return fitting[0]
+
+
+def exchange(grid: Grid, messages: list[Message], timeout: float) -> list[Message | None]:
+    """Send messages and return their replies in the same order; None for those that have not come in time.
+
+    Flower's own function does not say which replies are missing, and looks for them every three seconds.
+    """
+    ids = list(grid.push_messages(messages)) if messages else []
+    replies: dict[str, Message] = {}
+    end, pause = time.monotonic() + timeout, 0.05
+    while (waiting := [i for i in ids if i and i not in replies]) and time.monotonic() < end:
+        replies |= {reply.metadata.reply_to_message_id: reply for reply in grid.pull_messages(waiting)}
+        time.sleep(pause if len(replies) < len(ids) else 0)
+        pause = min(1.2 * pause, 0.5)
+    return [replies.get(i) if i else None for i in [*ids, *[""] * (len(messages) - len(ids))]]
