@@ -1,0 +1,124 @@
+"""DoCoFL (Dorfman et al. 2023): clients keep an anchor of the model, and get compressed corrections to it."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from comfetch import hashing
+from comfetch.errors import OptionError, RunError
+from comfetch.methods.base import Build, Client, Message, Server, State, Trained, Upload
+from comfetch.methods.compressors import Compressor, Plain, Quantise
+from comfetch.methods.flat import FullModel, generator, prefixed, unprefixed
+from comfetch.methods.replica import note_seen, seen
+
+ANCHOR, CORRECTION, FROZEN, ROUND = "anchor/", "correction/", "frozen/", "anchor-round"
+
+
+@dataclass
+class DoCoFL(FullModel):
+    """Compress both ways: down go an anchor A, a rounded copy of the weights, at times, and corrections Q(W − A).
+
+    A client trains from Ŵ = A + Q(W − A) and sends Q(g): W ← W − η mean Q(g_i). The anchor is renewed every so many
+    rounds. A client downloads it once, with the first correction that it needs; the paper lets it come beforehand, when
+    bandwidth is cheap, which saves time and no bytes. Clients hold the full model and the anchor, and nothing has to be
+    caught up: who joins or was away gets the anchor. All are rounded at random to a few levels, where the paper has an
+    entropy-coded and a rotated quantiser. g is the change by local training, unless `uploads` asks for one gradient.
+
+    Args:
+        anchor_rounds: rounds for which an anchor is kept.
+        anchor_levels, down_levels, up_levels: levels of anchor, correction and update, as in `compressors.Quantise`;
+            None sends anchor or update as they are. bucket: coordinates that share a norm.
+    """
+
+    down: ClassVar[str] = "correction of a few bits; every so many rounds an anchor of all weights"
+    up: ClassVar[str] = "update rounded to a few bits"
+    holds: ClassVar[str] = "full weights, and an anchor of as many"
+
+    anchor_rounds: int = 10
+    anchor_levels: int | None = 127
+    down_levels: int = 7
+    up_levels: int | None = 7
+    bucket: int = 512
+    name: str = field(default="docofl", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.anchor_rounds, int) or self.anchor_rounds < 1:
+            raise OptionError(f"anchor_rounds={self.anchor_rounds!r} is not a whole number of at least 1.")
+        self.anchors, self.compressor = self._compressor(self.anchor_levels), self._compressor(self.up_levels)
+        self.corrections = Quantise(self.down_levels, self.bucket)
+
+    def _compressor(self, levels: int | None) -> Compressor:
+        return Plain() if levels is None else Quantise(levels, self.bucket)
+
+    def start(self, build: Build, given: State | None = None, fresh: bool = True) -> Server:
+        """Start with the model as it is built, or with the weights given, and with its anchor."""
+        server = super().start(build, given, fresh)
+        return replace(server, extra=self._anchor(server))
+
+    def _anchor(self, server: Server) -> State:
+        draws = generator(hashing.fold(self.key, "anchor", server.round))
+        return prefixed(ANCHOR, self.anchors.encode(self.layout.flatten(server.weights), self.layout.sizes, draws))
+
+    def _anchor_round(self, server: Server) -> int:
+        return server.round - server.round % self.anchor_rounds
+
+    def audience(self, server: Server, client: Client) -> Hashable:
+        """Tell clients that have the anchor from those that do not."""
+        return seen(server, client) >= self._anchor_round(server)
+
+    def download(self, server: Server, client: Client) -> Message:
+        """Send Q(W − A) and all buffers; to a client that has not got A, send A before."""
+        code, layout = unprefixed(ANCHOR, server.extra), self.layout
+        away = layout.flatten(server.weights) - self.anchors.decode(code, layout.sizes)
+        draws = generator(hashing.fold(self.key, "down", server.round))
+        state = {name: server.weights[name] for name in layout.buffers}
+        state |= prefixed(CORRECTION, self.corrections.encode(away, layout.sizes, draws))
+        if not self.audience(server, client):
+            moving = {*layout.buffers, *layout.trained, *layout.tied}
+            state |= {name: tensor for name, tensor in server.weights.items() if name not in moving}
+            state |= prefixed(ANCHOR, code)
+        return Message(state, {"round": str(server.round), "anchor": str(self._anchor_round(server))})
+
+    def load(self, model: nn.Module, received: Message, memory: State) -> None:
+        """Keep the anchor, if it is there, and put Ŵ = A + Q(W − A) into the model."""
+        code, round = unprefixed(ANCHOR, received.state), int(received.text["anchor"])
+        if code:
+            moving = {*self.layout.buffers, *prefixed(ANCHOR, code)}
+            kept = {n: t for n, t in received.state.items() if n not in moving and not n.startswith(CORRECTION)}
+            memory.update(prefixed(FROZEN, kept))
+            memory[ANCHOR] = self.anchors.decode(code, self.layout.sizes)
+            memory[ROUND] = torch.tensor(round)
+        elif ROUND not in memory or int(memory[ROUND]) != round:
+            raise RunError(f"The client has lost the anchor of round {round + 1}. Start it anew.")
+        buffers = {name: received.state[name] for name in self.layout.buffers}
+        model.load_state_dict({**unprefixed(FROZEN, memory), **buffers, **self.received_state(received, memory)})
+
+    def received_state(self, received: Message, memory: State) -> State:
+        """Return Ŵ."""
+        correction = self.corrections.decode(unprefixed(CORRECTION, received.state), self.layout.sizes)
+        return self.layout.split(memory[ANCHOR] + correction)
+
+    def upload(self, received: Message, trained: Trained, memory: State) -> Message:
+        """Send Q(g)."""
+        change = self.change(received, trained, memory)
+        return self.answer(received, trained, self.compressor.encode(change, self.layout.sizes, self.draws(memory)))
+
+    def expected(self, sent: Message) -> State:
+        """Expect a compressed update."""
+        return self.expected_code(self.compressor.expected(self.layout.sizes, self.layout.dtype))
+
+    def check(self, upload: Upload, sent: Message) -> None:
+        """Refuse codes that cannot be decoded."""
+        self.check_code(self.compressor, upload)
+
+    def step(self, server: Server, uploads: list[Upload]) -> Server:
+        """W ← W − η mean Q(g); renew the anchor when it is time."""
+        update, statistics = self.average(self.decoded(uploads, self.compressor))
+        after = self.moved(server, self.rate * update, statistics, {}, {})
+        due = after.round % self.anchor_rounds == 0
+        anchor = self._anchor(after) if due else prefixed(ANCHOR, unprefixed(ANCHOR, server.extra))
+        return replace(after, extra={**anchor, **note_seen(server, uploads)})

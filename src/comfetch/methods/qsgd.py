@@ -1,0 +1,52 @@
+"""QSGD (Alistarh et al. 2017) and FedPAQ (Reisizadeh et al. 2020): clients send randomly rounded updates."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from comfetch.methods.base import Message, Server, State, Trained, Upload
+from comfetch.methods.compressors import Quantise
+from comfetch.methods.flat import FullModel
+
+
+@dataclass
+class QSGD(FullModel):
+    """Compress the way up: a client sends its update g rounded at random to s levels of a bucket's norm.
+
+    W ← W − η mean Q(g_i), with Q as in `compressors.Quantise`. Clients hold and get the full model. With the change by
+    local training as g, the default, this is FedPAQ; with `uploads="gradient"` it is QSGD. Codes have a fixed width;
+    the paper's Elias code, which shortens frequent small levels, is not used. Nothing is fed back: Q has no bias.
+
+    Args:
+        levels: s; 1, 7 or 127 levels take 2, 4 or 8 bits a coordinate. bucket: coordinates that share a norm.
+        norm: "l2", as in the definition, or "max", as in the paper's experiments.
+    """
+
+    up: ClassVar[str] = "update rounded to a few bits"
+    holds: ClassVar[str] = "full weights"
+
+    levels: int = 7
+    bucket: int = 512
+    norm: str = "max"
+    name: str = field(default="qsgd", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.compressor = Quantise(self.levels, self.bucket, self.norm)
+
+    def upload(self, received: Message, trained: Trained, memory: State) -> Message:
+        """Send Q(g)."""
+        change = self.change(received, trained, memory)
+        return self.answer(received, trained, self.compressor.encode(change, self.layout.sizes, self.draws(memory)))
+
+    def expected(self, sent: Message) -> State:
+        """Expect codes and norms."""
+        return self.expected_code(self.compressor.expected(self.layout.sizes, self.layout.dtype))
+
+    def check(self, upload: Upload, sent: Message) -> None:
+        """Refuse codes that cannot be decoded."""
+        self.check_code(self.compressor, upload)
+
+    def step(self, server: Server, uploads: list[Upload]) -> Server:
+        """W ← W − η mean Q(g)."""
+        update, statistics = self.average(self.decoded(uploads, self.compressor))
+        return self.moved(server, self.rate * update, statistics, {}, {})

@@ -1,0 +1,104 @@
+"""Top-k: only the largest coordinates of the update are applied, chosen by the server, or by each client for itself."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from comfetch.methods.base import Message, Server, State, Trained, Upload
+from comfetch.methods.compressors import Compressor, Plain, TopK
+from comfetch.methods.flat import UPDATE
+from comfetch.methods.replica import SparseChanges
+from comfetch.transforms import Transform, chain, error_feedback, momentum, scale, top_k
+
+ERROR = "error"
+
+
+@dataclass
+class TrueTopK(SparseChanges):
+    """Compress the way down only: the server applies the k largest coordinates of the averaged update.
+
+    u ← ρ u + mean g ; e ← e + η u ; Δ = top-k(e) ; e ← e − Δ ; W ← W − Δ. Clients hold the full model and send the
+    full update: this is the bound that sketches of the update try to reach (Rothchild et al. 2020). A download has at
+    most k new coordinates a round, which `changes` makes use of.
+
+    Args:
+        fraction: part of all coordinates that is applied in a round, k/d.
+        momentum: ρ. masked: set u to 0 where Δ ≠ 0 (factor masking).
+    """
+
+    up: ClassVar[str] = "full update"
+    holds: ClassVar[str] = "full weights"
+
+    fraction: float = 0.05
+    momentum: float = 0.9
+    masked: bool = True
+    changes: bool = field(default=True, kw_only=True)
+    name: str = field(default="true-top-k", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        TopK(self.fraction)
+        self.server: Transform = chain(
+            momentum(self.momentum, self.masked), scale(self.rate), error_feedback(top_k(self.fraction, "global"))
+        )
+
+    @property
+    def compressor(self) -> Compressor:
+        """What clients do to their update: nothing."""
+        return Plain()
+
+    def upload(self, received: Message, trained: Trained, memory: State) -> Message:
+        """Send g."""
+        change = self.change(received, trained, memory)
+        return self.answer(received, trained, self.compressor.encode(change, self.layout.sizes, self.draws(memory)))
+
+    def expected(self, sent: Message) -> State:
+        """Expect an encoded update."""
+        return self.expected_code(self.compressor.expected(self.layout.sizes, self.layout.dtype))
+
+    def check(self, upload: Upload, sent: Message) -> None:
+        """Refuse codes that cannot be decoded."""
+        self.check_code(self.compressor, upload)
+
+    def step(self, server: Server, uploads: list[Upload]) -> Server:
+        """W ← W − Δ, Δ by the transforms above."""
+        update, statistics = self.average(self.decoded(uploads, self.compressor))
+        self.server.load_state_dict(server.transforms)
+        applied = self.server({UPDATE: update})
+        self.server.applied(applied)
+        extra = self.note_changes(server, uploads, applied[UPDATE])
+        return self.moved(server, applied[UPDATE], statistics, extra, self.server.state_dict())
+
+
+@dataclass
+class LocalTopK(TrueTopK):
+    """Compress the way up: each client sends the k largest coordinates of v = e + g and keeps e ← v − top-k(v).
+
+    The server averages what it gets: u ← ρ u + mean top-k(v_i) ; W ← W − η u. Clients hold the full model and their
+    error e. As clients choose different coordinates, many change in a round, and all do with momentum: `changes` helps
+    little.
+    """
+
+    up: ClassVar[str] = "largest coordinates of the update, with their places"
+    holds: ClassVar[str] = "full weights, and as many not yet sent"
+
+    momentum: float = 0.0
+    masked: bool = field(default=False, init=False)
+    changes: bool = field(default=False, kw_only=True)
+    name: str = field(default="local-top-k", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.server = chain(momentum(self.momentum, self.masked), scale(self.rate))
+
+    @property
+    def compressor(self) -> Compressor:
+        """What clients do to their update."""
+        return TopK(self.fraction)
+
+    def upload(self, received: Message, trained: Trained, memory: State) -> Message:
+        """Send top-k(v), v = e + g, and keep the rest."""
+        v = self.change(received, trained, memory)
+        v = v + memory[ERROR] if ERROR in memory else v
+        code = self.compressor.encode(v, self.layout.sizes, self.draws(memory))
+        memory[ERROR] = v - self.compressor.decode(code, self.layout.sizes)
+        return self.answer(received, trained, code)
