@@ -63,6 +63,11 @@ def check_channel(method: Method, channel: Channel) -> None:
         raise OptionError(
             "wire_feedback with redraw: what one hash has lost cannot be added under another. Leave one of them out."
         )
+    if channel.clip is not None and not getattr(method, "pools", False):
+        raise OptionError(
+            f"clip_updates={channel.clip:g}: {method.name} counts on the server using what its clients have sent. "
+            "Leave it out, or use comfetch or fedavg."
+        )
     if channel.privacy.where == "none":
         return
     if not getattr(method, "pools", False):

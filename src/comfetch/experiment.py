@@ -5,6 +5,7 @@ import difflib
 import hashlib
 import json
 import re
+import tomllib
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from comfetch.data import KINDS, Task, load_task
 from comfetch.driver import Channel
 from comfetch.errors import ModelError, OptionError
 from comfetch.footprint import meta_model
-from comfetch.methods import Comfetch, FedAvg, Local, Method, Server
+from comfetch.methods import METHODS, Local, Method, Server
 from comfetch.methods.averaging import RULES, WEIGHTINGS, Averaging
 from comfetch.methods.comfetch import SPACES, UPLOADS
 from comfetch.methods.local import OPTIMISERS
@@ -30,7 +31,6 @@ from comfetch.sketching import SCALES
 from comfetch.transforms import SECOND_MOMENTS, Transform, adaptive, chain, error_feedback, momentum, scale, top_k
 from comfetch.wire import FORMATS, Wire
 
-METHODS = ("comfetch", "fedavg")
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
     "paper": {
@@ -64,6 +64,9 @@ class Experiment:
     norm: str | None = _option(None, TASK, "Normalisation of ResNets.", NORMS)
     limit: int | None = _option(None, TASK, "Use only so many examples of each side.")
     method: str = _option("comfetch", TASK, "Federated method.", METHODS)
+    method_options: str | None = _option(
+        None, TASK, "Options of the method itself, as in TOML: 'fraction = 0.01, changes = true'."
+    )
     preset: str = _option("default", TASK, "Set of options to start from; those given besides win.", PRESETS)
     compression: float = _option(4.0, SKETCH, "Factor by which each sketched weight shrinks.")
     mode: str = _option("output", SKETCH, "Side of a weight that is sketched.", MODES)
@@ -142,7 +145,7 @@ class Experiment:
         told = {name: value for name, value in self.options().items() if name != "rounds"}
         digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
         task = re.sub(r"[^A-Za-z0-9]+", "-", self.task.removesuffix(".py")).strip("-")
-        return f"{task}-{self.method}-{1 if self.method == 'fedavg' else self.compression:g}-{digest[:6]}"
+        return f"{task}-{self.method}-{self.compression if is_compressed(self.method) else 1:g}-{digest[:6]}"
 
     def local(self) -> Local:
         """Return how clients train."""
@@ -170,14 +173,22 @@ class Experiment:
 
     def make_method(self) -> Method:
         """Make the method."""
-        averaging = Averaging(self.weighting, self.aggregation, self.trim)
-        if self.method == "fedavg":
-            return FedAvg(self.local(), self.server(), averaging, self.key)
-        capacities = None if self.capacities is None else parse_capacities(self.capacities)
-        return Comfetch(
-            self.compression, self.key, self.local(), self.server(), self.uploads, self.space, self.redraw,
-            averaging, self.sketch(), capacities,
-        )  # fmt: skip
+        kind = METHODS[self.method]
+        known = {f.name for f in dataclasses.fields(kind)}
+        given = {
+            "compression": self.compression, "key": self.key, "local": self.local(), "server": self.server(),
+            "uploads": self.uploads, "space": self.space, "redraw": self.redraw, "sketch": self.sketch(),
+            "averaging": Averaging(self.weighting, self.aggregation, self.trim), "policy": self.policy,
+            "capacities": None if self.capacities is None else parse_capacities(self.capacities),
+        }  # fmt: skip
+        own = _read_options(self.method_options or "")
+        if unknown := own.keys() - known:
+            raise OptionError(
+                f"method_options: {self.method} has no {', '.join(sorted(unknown))}. It has: "
+                f"{', '.join(sorted(known - given.keys() - {'name'})) or 'none of its own'}."
+            )
+        made: Method = kind(**{**{name: value for name, value in given.items() if name in known}, **own})
+        return made
 
     def channel(self) -> Channel:
         """Return how messages travel."""
@@ -252,6 +263,20 @@ def _check_type(name: str, value: Any, wanted: Any) -> None:
         raise OptionError(f"{name}={value!r} is not a number below {LARGEST:g}.")
     if isinstance(value, int) and not abs(value) < 2 ** (64 if name == "key" else 63):
         raise OptionError(f"{name}={value!r} has more than 64 bits.")
+
+
+def is_compressed(method: str) -> bool:
+    """Tell whether a method heeds the option `compression`."""
+    kind = METHODS.get(method)
+    return kind is None or "compression" in {f.name for f in dataclasses.fields(kind)}
+
+
+def _read_options(text: str) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = tomllib.loads(f"options = {{ {text} }}")["options"]
+    except tomllib.TOMLDecodeError as error:
+        raise OptionError(f"method_options={text!r} is not like 'fraction = 0.01, changes = true'. {error}") from error
+    return found
 
 
 def _whole(name: str, text: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from comfetch import records
 from comfetch.errors import OptionError, RunError
-from comfetch.experiment import DRAWS, PRESETS, SKETCH, Experiment
+from comfetch.experiment import DRAWS, PRESETS, SKETCH, Experiment, is_compressed
 from comfetch.footprint import format_bytes
 
 OPTIONS = Experiment.__dataclass_fields__
@@ -196,7 +196,7 @@ def write_report(paths: Iterable[Path], out: Path) -> list[Group]:
 
 def relevant(options: dict[str, Any]) -> dict[str, Any]:
     """Leave out what two runs of a group may differ in, and what full clients do not heed."""
-    ignored = {DRAWS, SKETCH} if options.get("method") == "fedavg" else {DRAWS}
+    ignored = {DRAWS} if is_compressed(options.get("method", "")) else {DRAWS, SKETCH}
     return {n: v for n, v in options.items() if n not in OPTIONS or OPTIONS[n].metadata["group"] not in ignored}
 
 
@@ -208,7 +208,7 @@ def _beyond_preset(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compression(options: dict[str, Any]) -> float:
-    return 1.0 if options.get("method") == "fedavg" else float(options.get("compression", 1.0))
+    return float(options.get("compression", 1.0)) if is_compressed(options.get("method", "")) else 1.0
 
 
 def _cell(column: Column, mean: float, deviation: float | None) -> str:

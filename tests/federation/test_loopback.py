@@ -55,6 +55,7 @@ def test_nothing_survives_the_script_when_it_is_interrupted(
             if "ROUND 1/50" in line:
                 break
         while not any("flwr-clientapp" in line for line in survivors(tmp_path)):
+            assert script.poll() is None
             time.sleep(0.1)
         script.send_signal(number)
         script.communicate(timeout=30)

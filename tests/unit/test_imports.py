@@ -15,7 +15,7 @@ ORDER = [
     "files", "api",
 ]  # fmt: skip
 """The core: each may import those before it only. `errors → hashing → … → api`; blueprint needs no layers."""
-FEDERATED = ["transforms", "capacity", "methods", "wire", "privacy", "driver"]
+FEDERATED = ["transforms", "capacity", "widths", "methods", "wire", "privacy", "driver"]
 """What the public face offers beyond the core. It stands on the core; the core knows nothing of it."""
 LIBRARIES = {"torch", "numpy", "safetensors"}
 

@@ -15,6 +15,8 @@ from comfetch.errors import OptionError
 from comfetch.experiment import Experiment
 from comfetch.footprint import OPTIMISERS
 from comfetch.footprint import footprint as count_footprint
+from comfetch.methods import METHODS
+from comfetch.plan import format_table
 from comfetch.report import write_report
 
 Target = Annotated[str, typer.Argument(metavar="TASK|MODULE:CONSTRUCTOR", help="A task, or what builds a model.")]
@@ -37,6 +39,19 @@ def report(
     """
     groups = write_report(runs, out)
     typer.echo(f"{out}: {sum(len(group.runs) for group in groups)} runs in {len(groups)} rows.")
+
+
+def methods() -> None:
+    """List all methods: what goes down, what goes up, and what a client holds.
+
+    The options of a method itself are given by --method-options; `comfetch.methods` documents them.
+
+    Example:
+
+        comfetch run digits --method qsgd --method-options "levels = 1"
+    """
+    rows = [(name, kind.down, kind.up, kind.holds) for name, kind in METHODS.items()]
+    typer.echo(format_table(("method", "down", "up", "the client holds"), rows))
 
 
 @takes_options(*SIZES)

@@ -88,7 +88,7 @@ def _tensor(name: str, array: Array) -> torch.Tensor:
 def _names(text: str) -> list[str]:
     try:
         names = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UploadError(f"{BFLOAT16} is {text[:40]!r}, not a list of names.") from error
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UploadError(f"{BFLOAT16} is {text[:40]!r}, not a list of names.")

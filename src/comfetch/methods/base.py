@@ -68,9 +68,11 @@ def _file_bytes(layout: tuple[tuple[str, torch.dtype, torch.Size], ...], text: t
     """Count the bytes of a safetensors file; the messages of a round are laid out alike, so this is done once."""
     header: dict[str, object] = {"__metadata__": dict(text)} if text else {}
     order, offset = list(_DTYPES), 0
-    for name, dtype, shape in sorted(layout, key=lambda entry: (order.index(entry[1]), entry[0])):
+    known = [entry for entry in layout if entry[1] in _DTYPES]
+    others = [entry for entry in layout if entry[1] not in _DTYPES]  # a hostile upload's: counted, then refused
+    for name, dtype, shape in sorted(known, key=lambda entry: (order.index(entry[1]), entry[0])) + others:
         end = offset + shape.numel() * dtype.itemsize
-        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        header[name] = {"dtype": _DTYPES.get(dtype, ""), "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     length = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
     return 8 + (length + 7) // 8 * 8 + offset

@@ -1,0 +1,189 @@
+"""What methods share whose clients train narrow sub-models: a part of the channels of every hidden layer."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comfetch.blueprint import Blueprint, blueprint
+from comfetch.errors import OptionError
+from comfetch.hashing import check_key
+from comfetch.methods.averaging import Averaging
+from comfetch.methods.base import Build, Client, LocalData, Message, Server, State, Trained, Upload, start_server
+from comfetch.methods.local import Local, train_locally
+from comfetch.policy import check_compression
+from comfetch.widths import Index, Widths, add_at, cut, plan_widths, shrink_empty
+
+
+@dataclass
+class SubModel:
+    """Train narrow sub-models of one full model, and average each of its coordinates over the clients that hold it.
+
+    Args:
+        compression: factor by which weights between hidden layers shrink: 1/√compression of the channels are kept.
+        capacities: compressions of the classes of clients, instead of one for all; `Client.capacity` says which. A
+            client that states none is in the smallest.
+        scaled: divide the outputs of hidden linear layers and convolutions by the part of channels that is kept, so
+            that they are as large as in the full model (HeteroFL's scaler).
+        masked_loss: set the scores of classes that a client has no examples of to 0 in its loss.
+        local: how a client trains. averaging: weights of clients; its rule must be the mean.
+        key: what random choices are drawn from.
+    """
+
+    compression: float = 4
+    capacities: Sequence[float] | None = None
+    scaled: bool = True
+    masked_loss: bool = False
+    local: Local = field(default_factory=Local)
+    averaging: Averaging = field(default_factory=Averaging)
+    key: int = 0
+    name: str = "submodel"
+
+    def __post_init__(self) -> None:
+        check_key(self.key)
+        self.capacities = check_classes(self.capacities)
+        check_compression(self.compression)
+        check_mean(self.averaging)
+        self._cache: tuple[Build, Blueprint, Widths] | None = None
+
+    def channels(self, channels: int, width: int, round: int, client: Client) -> Tensor:
+        """Choose the channels of all layers that have so many."""
+        raise NotImplementedError
+
+    def start(self, build: Build, given: State | None = None, fresh: bool = True) -> Server:
+        """Start with the full model as it is built, or with the weights given."""
+        self._plan(build)
+        return start_server(build, given)
+
+    def audience(self, server: Server, client: Client) -> Hashable:
+        """Send all of one width the same."""
+        return self._capacity(client)
+
+    def download(self, server: Server, client: Client) -> Message:
+        """Send the client's part of the weights, and its width."""
+        index = self._index(server.round, client)
+        state = {name: cut(tensor, index.get(name, ())) for name, tensor in server.weights.items()}
+        return Message(state, {"round": str(server.round), "width": repr(self._ratio(client))})
+
+    def client_model(self, build: Build, client: Client, message: Message) -> nn.Module:
+        """Build the narrow model; the full weights never exist."""
+        built, plan = self._plan(build)
+        ratio = float(message.text["width"])
+        model = shrink_empty(built, plan, ratio)
+        for name in plan.hidden if self.scaled and ratio < 1 else []:
+            model.get_submodule(name).register_forward_hook(Scaler(ratio))
+        return model
+
+    def train(self, model: nn.Module, data: LocalData, memory: State, seed: int) -> Trained:
+        """Train as `local` says."""
+        if self.masked_loss:
+            data = OwnClasses(data, self.local.batch_size)
+        return train_locally(model, data, self.local, memory, seed)
+
+    def upload(self, received: Message, trained: Trained, memory: State) -> Message:
+        """Send the new weights of the sub-model."""
+        return Message({name: tensor.clone() for name, tensor in trained.state.items()}, received.text)
+
+    def expected(self, sent: Message) -> State:
+        """Expect what was sent."""
+        return sent.state
+
+    def step(self, server: Server, uploads: list[Upload]) -> Server:
+        """W[i] ← Σ_k n_k W_k[i] / Σ_k n_k over the clients k that hold coordinate i; what nobody holds stays."""
+        ordered = sorted(uploads, key=lambda upload: upload.client.id)
+        shares = list(zip(ordered, self.averaging.weights(uploads), strict=True))
+        groups: dict[Hashable, list[tuple[Upload, float]]] = {}
+        for upload, weight in shares:
+            groups.setdefault(self.audience(server, upload.client), []).append((upload, weight))
+        indices = {key: self._index(server.round, group[0][0].client) for key, group in groups.items()}
+        weights = dict(server.weights)
+        for name, old in server.weights.items():
+            if old.is_floating_point():
+                total, held = torch.zeros_like(old), torch.zeros_like(old)
+                for key, group in groups.items():
+                    small = sum(upload.message.state[name] * weight for upload, weight in group)
+                    add_at(total, indices[key].get(name, ()), small)
+                    add_at(held, indices[key].get(name, ()), sum(weight for _, weight in group))
+                weights[name] = torch.where(held > 0, total / held.clamp(min=1e-12), old)
+        return Server(weights, server.trained, server.round + 1)
+
+    def _capacity(self, client: Client) -> float:
+        return class_of(client, self.capacities, self.compression)
+
+    def _ratio(self, client: Client) -> float:
+        return float(self._capacity(client) ** -0.5)
+
+    def _index(self, round: int, client: Client) -> dict[str, Index]:
+        assert self._cache is not None, "start() comes first"
+        plan, ratio = self._cache[2], self._ratio(client)
+        return plan.index(ratio, lambda channels, width: self.channels(channels, width, round, client))
+
+    def _plan(self, build: Build) -> tuple[Blueprint, Widths]:
+        if self._cache is None or self._cache[0] is not build:
+            built = blueprint(build)
+            self._cache = build, built, plan_widths(built.model)
+        return self._cache[1:]
+
+
+@dataclass(frozen=True)
+class Scaler:
+    """Divide a layer's outputs by the part of its channels that is kept: a forward hook."""
+
+    ratio: float
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        """Scale."""
+        return output / self.ratio
+
+
+class OwnClasses:
+    """A client's data whose loss sees the classes that occur in them alone: other scores count as 0."""
+
+    def __init__(self, data: LocalData, batch_size: int) -> None:
+        self.data = data
+        targets = [targets.flatten() for _, targets in data.batches(batch_size, torch.Generator().manual_seed(0))]
+        found = torch.cat(targets).unique()
+        self.present = found[found >= 0]
+
+    def __len__(self) -> int:
+        """Count the examples."""
+        return len(self.data)
+
+    def batches(self, size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        """Go once over the examples."""
+        return self.data.batches(size, generator)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Average the loss with the scores of absent classes set to 0."""
+        absent = torch.ones(outputs.shape[-1], dtype=torch.bool, device=outputs.device)
+        absent[self.present] = False
+        return self.data.loss(outputs.masked_fill(absent, 0.0), targets)
+
+
+def check_classes(capacities: Sequence[float] | None) -> tuple[float, ...] | None:
+    """Return the capacities in order, or say what is wrong with them."""
+    if capacities is None:
+        return None
+    if not capacities:
+        raise OptionError("capacities is empty. Give at least one compression, for example 1,4,16.")
+    for capacity in capacities:
+        check_compression(capacity)
+    return tuple(sorted({float(capacity) for capacity in capacities}))
+
+
+def class_of(client: Client, capacities: Sequence[float] | None, compression: float) -> float:
+    """Return the compression of a client: its own; if it states none, the smallest class's, or that of all."""
+    if client.capacity is None:
+        return float(compression) if capacities is None else max(capacities)
+    if capacities is not None and client.capacity not in capacities:
+        raise OptionError(f"capacity={client.capacity!r} is no class of this run: {capacities}.")
+    check_compression(client.capacity)
+    return float(client.capacity)
+
+
+def check_mean(averaging: Averaging) -> None:
+    """Refuse rules other than the mean where clients hold different coordinates."""
+    if averaging.rule != "mean":
+        raise OptionError(f"rule={averaging.rule!r}: clients hold different coordinates, so set rule='mean'.")
