@@ -59,9 +59,10 @@ class Channel:
 
 def check_channel(method: Method, channel: Channel) -> None:
     """Refuse options that do not go together."""
-    if channel.wire.feedback and getattr(method, "redraw", None) is not None:
+    if channel.wire.feedback and (getattr(method, "redraw", None) is not None or getattr(method, "rolls", False)):
         raise OptionError(
-            "wire_feedback with redraw: what one hash has lost cannot be added under another. Leave one of them out."
+            f"wire_feedback: what {method.name} sends means something else in a later round (new hashes, or other "
+            "channels), so that what was lost cannot be added there. Leave it out."
         )
     if channel.clip is not None and not getattr(method, "pools", False):
         raise OptionError(

@@ -183,11 +183,11 @@ class Federation:
     def final_models(self, server: Server) -> tuple[nn.Module, nn.Module]:
         """Return the model that clients run, the smallest of them, and the server's own full one, never sketched."""
         client = max(self.clients, key=lambda client: client.capacity or 0)
-        sketched = self.client_model(server, client)
-        if self.method.download(server, client).state is server.weights and self.channel.wire.down == "float32":
+        sketched, sent = self.client_model(server, client), self.method.download(server, client).state
+        if sent is server.weights and self.channel.wire.down == "float32":
             return sketched, sketched
         if self.full is None:
-            self.full = self.build().to(self.device)
+            self.full = copy.deepcopy(sketched) if sent is server.weights else self.build().to(self.device)
         self.full.load_state_dict(server.weights)
         return sketched, self.full
 

@@ -24,7 +24,9 @@ class FedRolex(SubModel):
 
     down: ClassVar[str] = "a window of channels of every layer, rolling"
     up: ClassVar[str] = "the same window"
+    rolls: ClassVar[bool] = True
     holds: ClassVar[str] = "narrow sub-model"
+    pools: ClassVar[bool] = True
 
     name: str = "fedrolex"
 
@@ -44,6 +46,7 @@ class FederatedDropout(SubModel):
 
     down: ClassVar[str] = "random channels of every layer"
     up: ClassVar[str] = "the same channels"
+    rolls: ClassVar[bool] = True
     holds: ClassVar[str] = "narrow sub-model"
 
     name: str = "fed-dropout"

@@ -28,6 +28,7 @@ class HeteroFL(SubModel):
     down: ClassVar[str] = "first channels of every layer"
     up: ClassVar[str] = "first channels of every layer"
     holds: ClassVar[str] = "narrow sub-model"
+    pools: ClassVar[bool] = True
 
     name: str = "heterofl"
 

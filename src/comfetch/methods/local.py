@@ -74,7 +74,8 @@ class Local:
 
 def train_locally(model: nn.Module, data: LocalData, local: Local, memory: State, seed: int) -> Trained:
     """Train a model on a client's data, in place; the state returned refers to the model's tensors."""
-    model.train()
+    if not model.training:
+        model.train()
     optimiser = local.make_optimiser(model)
     if local.keep_optimiser:
         _restore(optimiser, memory)
@@ -93,7 +94,8 @@ def train_locally(model: nn.Module, data: LocalData, local: Local, memory: State
         optimiser.step()
     if local.keep_optimiser:
         _keep(optimiser, memory)
-    optimiser.zero_grad()
+    for parameter in model.parameters():
+        parameter.grad = None
     return Trained(model.state_dict(), float(torch.stack(losses).mean()), len(losses))
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from comfetch.errors import ModelError, OptionError
 from comfetch.hashing import check_key
 from comfetch.methods.averaging import Averaging
 from comfetch.methods.base import Build, Client, LocalData, Message, Server, State, Trained, Upload, start_server
-from comfetch.methods.factors import IN, OUT, Factored, Factorings, build_factored, flat, plan_factors
+from comfetch.methods.factors import IN, OUT, Factored, Factoring, Factorings, build_factored, flat, plan_factors
 from comfetch.methods.local import Local, train_locally
 from comfetch.methods.submodel import check_classes, class_of
 from comfetch.policy import Settings, check_compression
@@ -112,26 +112,31 @@ class LowRank:
 
     def step(self, server: Server, uploads: list[Upload]) -> Server:
         """W ← mean of the products U V; all other weights and statistics are averaged as they are."""
-        lifted = []
-        for upload in uploads:
-            state = dict(upload.message.state)
-            for name, plan in self._flat(class_of(upload.client, self.capacities, self.compression)).items():
-                state[name] = plan.lift(state.pop(name + IN), state.pop(name + OUT))
-            lifted.append(replace(upload, message=Message(state)))
-        weights = {**server.weights, **self.averaging(lifted)}
+        plans = [self._flat(class_of(upload.client, self.capacities, self.compression)) for upload in uploads]
+        weights = dict(server.weights)
+        for name in server.weights:  # one after another: all products of all clients would be as many full models
+            lifted = [_lifted(upload, name, plan.get(name)) for upload, plan in zip(uploads, plans, strict=True)]
+            weights |= self.averaging(lifted)
         return Server(weights, server.trained, server.round + 1)
 
     def _flat(self, compression: float) -> Factorings:
         assert self._built is not None, "start() comes first"
         return flat(self.plan(self._built[0], compression))
 
-    def _decomposed(self, name: str, weight: Tensor, plan: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _decomposed(self, name: str, weight: Tensor, plan: Factoring) -> tuple[Tensor, Tensor, Tensor]:
         """Return the singular values and vectors of a weight, computed once for all classes and for the evaluation."""
         known = self._svd.get(name)
         if known is None or known[0] is not weight:
             u, s, v = torch.linalg.svd(plan.matrices(weight), full_matrices=False)
             self._svd[name] = known = weight, (u, s, v)
         return known[1]
+
+
+def _lifted(upload: Upload, name: str, plan: Factoring | None) -> Upload:
+    """Return an upload of one weight alone, in full shape."""
+    state = upload.message.state
+    weight = state[name] if plan is None else plan.lift(state[name + IN], state[name + OUT])
+    return replace(upload, message=Message({name: weight}))
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,11 @@ class Mask:
         self._own: State = {}
         self._drawn: State = {}
 
+    @property
+    def pools(self) -> bool:
+        """Say that a step uses the mean of uploads alone; for L1 the server also notes who has the mask."""
+        return self.kind == "random"
+
     def start(self, build: Build, given: State | None = None, fresh: bool = True) -> Server:
         """Start with the model as it is built, or with the weights given, masked and scaled if fresh."""
         shapes = self._plan(build)[1]
