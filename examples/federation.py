@@ -5,7 +5,7 @@
     python examples/federation.py --app path/to/another/app
 
 The SuperLink speaks TLS only, with a certificate of an authority made for the occasion, and takes in only nodes
-whose public keys are registered. On many machines the same commands run by hand: see docs/flower.md.
+whose public keys are registered. On many machines the same commands run by hand: see docs/deploy.md.
 
 `Loopback` does the same for programs:
 
@@ -152,20 +152,40 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def processes(mark: str) -> dict[int, str]:
-    """Find the processes whose environment carries the mark, and give {process id: command line}.
+def processes(folder: Path, name: str = "") -> dict[int, str]:
+    """Find the processes of the federation in a folder, or of one member, and give {process id: command line}.
 
-    The mark is inherited, so this finds what a process has started, in whatever session, and also after its end.
-    Without /proc it finds nothing: then the process groups alone are relied on.
+    A mark in the environment tells: it is inherited, so this finds what a process has started, in whatever session,
+    and also after its end. Without /proc it finds nothing, and process groups alone are relied on.
     """
-    found, wanted = {}, f"{MARK}={mark}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
+    found, wanted = {}, f"{MARK}={folder}:{name}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                found[int(folder.name)] = (
-                    (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                )
+            marks = [line for line in (process / "environ").read_bytes().split(b"\0") if line.startswith(wanted)]
+            if wanted in marks or (marks and not name):
+                line = (process / "cmdline").read_bytes().replace(b"\0", b" ")
+                found[int(process.name)] = line.decode(errors="replace")
     return found
+
+
+def kill_processes(folder: Path, name: str = "") -> None:
+    """Kill the processes of the federation in a folder, or of one member, until there are none."""
+    while alive := processes(folder, name):
+        for process_id in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+# A process of its own that reads until the other end of its input is gone, also by kill -9, and then tidies up.
+KEEPER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from federation import kill_processes
+sys.stdin.read()
+kill_processes(Path(sys.argv[2]))
+"""
 
 
 def toml(values: Mapping[str, Value]) -> str:
@@ -186,7 +206,6 @@ class Member:
     command: list[str]
     env: dict[str, str]
     log: Path
-    mark: str
     process: "subprocess.Popen[bytes]"
     log_start: int  # where this process begins in the log: a restarted member writes on
 
@@ -219,7 +238,7 @@ class Run:
 
 
 class Loopback:
-    """A federation on this machine. Its processes end with the `with` block, however that ends.
+    """A federation on this machine. Its processes end with the `with` block, however that ends, kill -9 included.
 
     Args:
         folder: for keys, state and logs; a temporary one, removed at the end, if not given.
@@ -238,6 +257,7 @@ class Loopback:
         self.ca: Path | None = None
         self.members: dict[str, Member] = {}
         self._runs: list[Run] = []
+        self._keeper: subprocess.Popen[bytes] | None = None
 
     @property
     def address(self) -> str:
@@ -263,6 +283,10 @@ class Loopback:
             command += ["--enable-supernode-auth"]
         self.add_connection(CONNECTION, self.ca)
         try:
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-c", KEEPER, str(Path(__file__).resolve().parent), str(self.folder)],
+                stdin=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
             self._start(SUPERLINK, command, {})
             self.wait_superlink()
         except BaseException:
@@ -277,6 +301,8 @@ class Loopback:
             run.process.wait()
         for name in reversed(self.members):
             self.kill(name)
+        if self._keeper:
+            self._keeper.communicate()
         if self._temporary:
             self._temporary.cleanup()
 
@@ -293,10 +319,7 @@ class Loopback:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         # Each member has a home of its own, as on machines of their own.
         home = self.folder / "homes" / name
-        return {**os.environ, **ENVIRONMENT, "PATH": path, "FLWR_HOME": str(home), MARK: self._mark(name)}
-
-    def _mark(self, name: str) -> str:
-        return f"{self.folder}:{name}"
+        return {**os.environ, **ENVIRONMENT, "PATH": path, "FLWR_HOME": str(home), MARK: f"{self.folder}:{name}"}
 
     def _start(self, name: str, command: list[str], env: Mapping[str, str]) -> Member:
         log = self.log_folder / f"{name}.log"
@@ -307,7 +330,7 @@ class Loopback:
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 cwd=self.folder, start_new_session=True,
             )  # fmt: skip
-        self.members[name] = Member(name, command, environment, log, self._mark(name), process, size)
+        self.members[name] = Member(name, command, environment, log, process, size)
         return self.members[name]
 
     def _fail(self, problem: str, log: Path, lines: int = 25) -> NoReturn:
@@ -418,19 +441,14 @@ class Loopback:
 
     def children(self, name: str) -> dict[int, str]:
         """Find a member's process and all that it has started: {process id: command line}."""
-        return processes(self._mark(name))
+        return processes(self.folder, name)
 
     def kill(self, name: str) -> None:
         """Kill a member and all that it has started at once, as when a machine dies. The SuperLink is not told."""
         member = self.members[name]
         with contextlib.suppress(ProcessLookupError):
             os.killpg(member.process.pid, signal.SIGKILL)
-        while alive := self.children(name):
-            for process_id in alive:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process_id, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                member.process.wait(0.05)
+        kill_processes(self.folder, name)
         member.process.wait()
 
     def stop(self, name: str, limit: float = 15) -> None:

@@ -9,7 +9,7 @@ from examples.federation import Loopback
 
 HERE = Path(__file__).resolve().parent
 # An app's modules are imported by the processes that run it, not by pytest looking for doctests.
-collect_ignore = ["plain_app"]
+collect_ignore = ["faults_app", "plain_app"]
 
 
 @pytest.fixture(scope="session")
