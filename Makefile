@@ -43,9 +43,9 @@ $(STAMP): pyproject.toml constraints.txt
 test: $(STAMP) ## run all tests and doctests; ARGS="tests/unit -k hash" picks, WORKERS=0 runs in one process
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
-# One after another: each starts a dozen processes of its own.
+# Two files at a time: most of it is waiting, for nodes to be missed and for processes to start.
 test-federation: $(STAMP) ## run the tests with real SuperLinks, SuperNodes and Ray on loopback; ARGS="-k killed" picks
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/federation --durations 15 $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/federation --numprocesses $(WORKERS) --dist loadfile --durations 20 $(ARGS)
 
 federation: $(STAMP) ## start a SuperLink with TLS and four authenticated SuperNodes on this machine, and run some rounds
 	@$(BIN)/python examples/federation.py $(ARGS)

@@ -43,7 +43,8 @@ def scaled(factor: float) -> Callable[[Message], RecordDict]:
 
 
 def with_text(reply: Message, **changes: Any) -> RecordDict:
-    return RecordDict({**reply.content, "comfetch": ConfigRecord({**reply.content["comfetch"], **changes})})
+    ours = {f"comfetch.{name}": value for name, value in changes.items()}
+    return RecordDict({**reply.content, "config": ConfigRecord({**reply.content["config"], **ours})})
 
 
 def with_metrics(reply: Message, **changes: Any) -> RecordDict:

@@ -41,8 +41,9 @@ def make_app() -> ClientApp:
 
     def answer(msg: Message, context: Context) -> Message:
         torch.set_num_threads(1)
-        name = str(msg.content["config"]["run"]) if "config" in msg.content else context.state["run"]["name"]
-        if context.state.get("run", {}).get("name") != name:
+        kept = context.state.get("run", {}).get("name")
+        name = msg.content["config"].get("run", kept)  # the second exchange of a method has no config of ours
+        if kept != name:
             context.state["run"] = ConfigRecord({"name": name})
             context.state.pop(MEMORY, None)
         return apps[name](msg, context)

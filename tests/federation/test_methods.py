@@ -37,4 +37,4 @@ def test_mods_of_flower_clip_the_change_of_a_sketch(outcome: dict[str, dict[str,
     """The change of each client in sketch space has at most norm 0.5; the mean of lifted changes can be longer."""
     assert outcome["none mod"]["away"] == 0
     assert outcome[f"{mod} mod"]["clients"] == 6
-    assert 0 < outcome[f"{mod} mod"]["moved"] < 0.5 * outcome["none mod"]["moved"]
+    assert 0 < outcome[f"{mod} mod"]["moved"] < 0.75 * outcome["none mod"]["moved"]

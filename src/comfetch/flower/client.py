@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 from torch import nn
@@ -14,7 +14,16 @@ from comfetch import methods
 from comfetch.capacity import parse_capacities
 from comfetch.driver import Channel, train_client
 from comfetch.errors import ComfetchError, MismatchError
-from comfetch.flower.messages import METRICS, OURS, to_arrays, to_content, to_message, to_state
+from comfetch.flower.messages import (
+    CONFIG,
+    METRICS,
+    read_config,
+    to_arrays,
+    to_config,
+    to_content,
+    to_message,
+    to_state,
+)
 from comfetch.methods.base import Build, Client, LocalData, Method, State, TwoPass
 from comfetch.wire import unpack
 
@@ -76,9 +85,9 @@ def method_of(text: dict[str, str]) -> Method:
 
 def client_of(msg: Message) -> Client:
     """Return who a message is for."""
-    ours: Any = msg.content[OURS]
-    capacity = ours.get("capacity")
-    return Client(int(ours["client"]), 0, None if capacity is None else float(capacity))
+    told = read_config(msg.content)
+    capacity = told.get("capacity")
+    return Client(int(told["client"]), 0, None if capacity is None else float(capacity))
 
 
 def client_app(site: Callable[[Context], Site], mods: list[Mod] | None = None) -> ClientApp:
@@ -99,18 +108,18 @@ def client_app(site: Callable[[Context], Site], mods: list[Mod] | None = None) -
         }
         if not stated and here.capacity is not None:
             stated = {"compression": here.capacity}
-        return Message(RecordDict({OURS: ConfigRecord({**told, **stated})}), reply_to=msg)
+        return Message(RecordDict({CONFIG: to_config({**told, **stated})}), reply_to=msg)
 
     @app.train(mods=mods)
     def train(msg: Message, context: Context) -> Message:
         """Train, and answer with the new small weights."""
-        here, memory = site(context), _memory(context)
+        here, memory, asked = site(context), _memory(context), read_config(msg.content)
         model = client_model(here.build, msg, here.method, memory)
         metrics: dict[str, Any] = {"num-examples": len(here.data)}
-        if msg.content[OURS].get("measure") and here.measure is not None:
+        if asked.get("measure") and here.measure is not None:
             measured, predicted = here.measure(model)
             metrics |= {"memory": measured, **({} if predicted is None else {"memory-predicted": predicted})}
-        received, seed = unpack(to_message(msg.content)), int.from_bytes(msg.content[OURS]["seed"], "big")  # type: ignore[arg-type]
+        received, seed = unpack(to_message(msg.content)), int.from_bytes(asked["seed"], "big")
         trained, packed = train_client(here.method, here.channel, model, here.data, received, memory, seed)
         if (loss := here.channel.told(trained.loss)) is not None:
             metrics["loss"] = loss

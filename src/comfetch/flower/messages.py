@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,11 @@ from comfetch.methods.base import Message, State
 
 ARRAYS, CONFIG, METRICS = "arrays", "config", "metrics"
 """Flower's own names of records, so that its apps and mods find them."""
-OURS = "comfetch"
-"""The record with the text of our messages, and what else a client must know."""
+OURS = "comfetch."
+"""What the names begin with, in the config, of the text of our messages and of what else a client must know.
+
+They have no record of their own: mods of Flower expect a single ConfigRecord.
+"""
 BFLOAT16 = "bfloat16"
 """Names of the tensors that travel as int16, since numpy has no such type."""
 KINDS = "fiub"
@@ -33,25 +37,38 @@ def to_arrays(state: State) -> tuple[ArrayRecord, list[str]]:
     return ArrayRecord(arrays), odd
 
 
-def to_content(message: Message, **more: Any) -> dict[str, ArrayRecord | ConfigRecord]:
-    """Turn a message into records; `more` goes beside its text."""
+def to_config(told: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> ConfigRecord:
+    """Put what we tell beside the config of an app."""
+    return ConfigRecord({**(config or {}), **{OURS + name: value for name, value in told.items()}})
+
+
+def read_config(content: RecordDict) -> dict[str, Any]:
+    """Read what the other side tells; nothing if it knows nothing of us."""
+    config = content.get(CONFIG)
+    if not isinstance(config, ConfigRecord):
+        return {}
+    return {name.removeprefix(OURS): value for name, value in config.items() if name.startswith(OURS)}
+
+
+def to_content(message: Message, config: Mapping[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """Turn a message into records, beside the config of an app; `more` goes beside the message's text."""
     arrays, odd = to_arrays(message.state)
-    ours = {**message.text, **({BFLOAT16: json.dumps(odd)} if odd else {}), **more}
-    return {ARRAYS: arrays, OURS: ConfigRecord(ours)}
+    told = {**message.text, **({BFLOAT16: json.dumps(odd)} if odd else {}), **more}
+    return {ARRAYS: arrays, CONFIG: to_config(told, config)}
 
 
 def to_message(content: RecordDict, most: float = math.inf) -> Message:
     """Read a message of at most so many bytes; UploadError says what is wrong with it.
 
-    An app that knows nothing of us replies without our record: its message has no text.
+    An app that knows nothing of us replies without a config of ours: its message has no text.
     """
-    arrays, ours = content.get(ARRAYS), content.get(OURS, ConfigRecord())
-    if not isinstance(arrays, ArrayRecord) or not isinstance(ours, ConfigRecord):
+    arrays = content.get(ARRAYS)
+    if not isinstance(arrays, ArrayRecord):
         raise UploadError(f"its records are {', '.join(content) or 'none'}; an ArrayRecord {ARRAYS!r} was expected.")
     size = sum(len(array.data) for array in arrays.values())
     if size > most:
         raise UploadError(f"it has {size} bytes of arrays, above {most:.0f}.")
-    text = {name: value for name, value in ours.items() if isinstance(value, str)}
+    text = {name: value for name, value in read_config(content).items() if isinstance(value, str)}
     return Message(to_state(arrays, _names(text.pop(BFLOAT16, "[]"))), text)
 
 

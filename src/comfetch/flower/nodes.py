@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from logging import INFO, WARNING
 from typing import Any
 
-from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import Message, MessageType, RecordDict
 from flwr.common import log
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from comfetch.api import parse_bytes
 from comfetch.capacity import format_capacities
 from comfetch.errors import OptionError, RunError
-from comfetch.flower.messages import OURS
+from comfetch.flower.messages import CONFIG, read_config, to_config
 from comfetch.methods.base import Client
 
 ASKING = 120.0
@@ -71,14 +71,14 @@ class Nodes:
             for node in nodes:
                 self.clients[node] = self._admit(node, {}, here)
             return
-        content = RecordDict({OURS: ConfigRecord({"ask": "client"})})
+        content = RecordDict({CONFIG: to_config({"ask": "client"})})
         messages = [Message(content, node, MessageType.QUERY, ttl=ASKING) for node in nodes]
         for node, reply in zip(nodes, exchange(grid, messages, ASKING), strict=True):
             if reply is None or (reply.has_error() and reply.error.code != ErrorCode.CLIENT_APP_RAISED_EXCEPTION):
                 continue
-            told = reply.content.get(OURS) if reply.has_content() else None
+            told = read_config(reply.content) if reply.has_content() else {}
             try:
-                self.clients[node] = self._admit(node, dict(told) if isinstance(told, ConfigRecord) else {}, here)
+                self.clients[node] = self._admit(node, told, here)
             except OptionError as error:
                 self.refused[node] = f"node {node}: {error}"
                 log(WARNING, "Refused: node %d: %s", node, error)

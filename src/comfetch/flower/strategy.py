@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -20,7 +19,7 @@ from comfetch.accounting import epsilon
 from comfetch.capacity import format_capacities
 from comfetch.driver import Channel, Record, Round, check_channel, sample, train_seed
 from comfetch.errors import OptionError, UploadError
-from comfetch.flower.messages import CONFIG, METRICS, to_arrays, to_content, to_message, to_state
+from comfetch.flower.messages import METRICS, to_arrays, to_content, to_message, to_state
 from comfetch.flower.nodes import Nodes, exchange
 from comfetch.footprint import format_bytes, meta_model
 from comfetch.methods.base import Build, Client, Method, Server
@@ -133,7 +132,7 @@ class Strategy(flower.Strategy):
         request = self._round.ask()
         if request is not None:
             nodes = {client.id: node for node, client in self.nodes.clients.items()}
-            content = RecordDict(dict(to_content(request)))
+            content = RecordDict(to_content(request))
             self._posted = [
                 (client, Message(content, nodes[client.id], RESPOND, ttl=self.timeout)) for client in self._round.asked
             ]
@@ -223,7 +222,8 @@ class Strategy(flower.Strategy):
     def _begin(self, initial: ArrayRecord | None, rounds: int | None) -> list[Record]:
         """Make the first state, or load the one of an earlier start."""
         if self.out is not None:
-            records.open_folder(self.out, {"method": self.method.name, "rounds": rounds}, self.resume)
+            told = {"method": describe(self.method), "key": self.method.key, "seed": self.seed, "rounds": rounds}
+            records.open_folder(self.out, told, self.resume and self.out.exists())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             given = None if initial is None else to_state(initial)
@@ -238,11 +238,10 @@ class Strategy(flower.Strategy):
         self, post: Round, client: Client, node: int, kind: str, config: ConfigRecord, server_round: int
     ) -> Message:
         _, packed, _ = post.post(client)
-        content: dict[str, Any] = to_content(
-            packed, client=client.id, seed=train_seed(self.seed, self._server.round, client).to_bytes(8, "big"),
-            measure=client.id not in self._measured,
+        content = to_content(
+            packed, {**config, "server-round": server_round}, client=client.id, measure=client.id not in self._measured,
+            seed=train_seed(self.seed, self._server.round, client).to_bytes(8, "big"),
         )  # fmt: skip
-        content[CONFIG] = ConfigRecord({**config, "server-round": server_round})
         return Message(RecordDict(content), node, kind, ttl=self.timeout)
 
     def _take(self, replies: list[Message | None]) -> None:
