@@ -227,13 +227,16 @@ class Round:
             )
             uploads = [replace(upload, message=message) for upload, message in zip(uploads, hidden, strict=True)]
         server = self.method.step(self.server, uploads)
+        return server, self.record(server.round)
+
+    def record(self, round: int) -> Record:
+        """Record what the round has given so far."""
         examples = {i: self.taken[i].examples for i in sorted(self.losses) if i in self.taken}
         loss = sum(self.losses[i] * n for i, n in examples.items()) / sum(examples.values()) if examples else None
-        record = {
-            "round": server.round, "loss": loss, "bytes_down": self.bytes_down, "bytes_up": self.bytes_up,
+        return {
+            "round": round, "loss": loss, "bytes_down": self.bytes_down, "bytes_up": self.bytes_up,
             "clients": len(self.taken), "refused": self.refused,
         }  # fmt: skip
-        return server, record
 
     def _checked(self, client: Client, packed: Message) -> Upload:
         """Unpack and check an upload."""

@@ -89,6 +89,12 @@ class Experiment:
     unequal: bool = _option(False, FEDERATION, "Dirichlet partition with local sets of unequal size.")
     weighting: str = _option("examples", FEDERATION, "Weight of a client in the average.", WEIGHTINGS)
     evaluation: str = _option("server", FEDERATION, "Where models are tested.", EVALUATIONS)
+    validation: float | None = _option(
+        None, FEDERATION, "Part of the training examples to hold out and test on; the test set is then not touched."
+    )
+    equal: str | None = _option(
+        None, FEDERATION, "What the run was sized to, as compare --equal notes it; it changes nothing."
+    )
     local_epochs: int = _option(1, CLIENTS, "Passes over the local data in a round.")
     local_steps: int | None = _option(None, CLIENTS, "Steps of local training, instead of epochs.")
     batch_size: int = _option(64, CLIENTS, "Examples of a step.")
@@ -181,7 +187,7 @@ class Experiment:
             "averaging": Averaging(self.weighting, self.aggregation, self.trim), "policy": self.policy,
             "capacities": None if self.capacities is None else parse_capacities(self.capacities),
         }  # fmt: skip
-        own = _read_options(self.method_options or "")
+        own = read_method_options(self.method_options or "")
         if unknown := own.keys() - known:
             raise OptionError(
                 f"method_options: {self.method} has no {', '.join(sorted(unknown))}. It has: "
@@ -205,6 +211,8 @@ class Experiment:
     def load(self, data_dir: str | None = None) -> tuple[Task, Callable[[], Any]]:
         """Load the task and bind the model's constructor to it."""
         task = load_task(self.task, data_dir, limit=self.limit, seed=self.seed)
+        if self.validation is not None:
+            task = task.held_out(self.validation, self.seed)
         model = self.model or task.model
         extras = {name: value for name in ("stem", "norm") if (value := getattr(self, name)) is not None}
         return task, constructor(model, task.inputs, task.classes, **extras) if isinstance(model, str) else model
@@ -271,7 +279,8 @@ def is_compressed(method: str) -> bool:
     return kind is None or "compression" in {f.name for f in dataclasses.fields(kind)}
 
 
-def _read_options(text: str) -> dict[str, Any]:
+def read_method_options(text: str) -> dict[str, Any]:
+    """Read the options of a method itself."""
     try:
         found: dict[str, Any] = tomllib.loads(f"options = {{ {text} }}")["options"]
     except tomllib.TOMLDecodeError as error:

@@ -1,6 +1,7 @@
 """Describe a learning task: its examples, its default model, its loss and its metric."""
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -137,6 +138,17 @@ class Task:
         rng = np.random.default_rng(seed)
         sides = [side.at(rng.permutation(len(side))[:limit]) for side in (self.train, self.test)]
         return replace(self, train=sides[0], test=sides[1])
+
+    def held_out(self, part: float, seed: int = 0) -> "Task":
+        """Test on a part of the training examples, drawn by `seed`, which are then not trained on."""
+        count = math.floor(part * len(self.train) + 0.5) if 0 < part < 1 else 0
+        if not 0 < count < len(self.train):
+            raise OptionError(
+                f"validation={part:g} of {len(self.train)} training examples leaves nothing to train on or to test on. "
+                "Give a part such as 0.1."
+            )
+        order = np.random.default_rng([seed, count]).permutation(len(self.train))
+        return replace(self, train=self.train.at(np.sort(order[count:])), test=self.train.at(np.sort(order[:count])))
 
     def check(self, build: Constructor) -> None:
         """Try a model on two examples, on the meta device: a misfit is told before any weight is made."""

@@ -6,19 +6,21 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from logging import INFO
 from pathlib import Path
 from typing import Any
 
 import torch
 from flwr.app import Context
 from flwr.clientapp import ClientApp
+from flwr.common import log
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from comfetch.errors import OptionError, RunError
 from comfetch.experiment import Experiment
 from comfetch.flower.client import Site, client_app
-from comfetch.flower.strategy import Strategy
+from comfetch.flower.strategy import Strategy, describe, tell
 from comfetch.methods.base import Server
 from comfetch.simulation import Federation, History, Record, make_federation
 
@@ -58,9 +60,19 @@ def server_app() -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         experiment, running = read_config(context.run_config)
-        run_on(grid, experiment, running)
+        run_on(grid, experiment, running, on_start=_tell_start, on_round=_tell_round)
 
     return app
+
+
+def _tell_start(federation: Federation, history: list[Record]) -> None:
+    log(INFO, "Method: %s", describe(federation.method))
+    if history:
+        log(INFO, "Going on after round %d.", history[-1]["round"])
+
+
+def _tell_round(record: Record) -> None:
+    log(INFO, "Round %d: %s", record["round"], tell(record))
 
 
 def experiment_client_app() -> ClientApp:

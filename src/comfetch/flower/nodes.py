@@ -1,5 +1,6 @@
 """Know the nodes of a federation: ask each once who it is and what it can hold, and put it into a capacity class."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from comfetch.flower.messages import CONFIG, read_config, to_config
 from comfetch.methods.base import Client
 
 ASKING = 120.0
-"""Seconds that a node has to say who it is; it is asked again in the next round."""
+"""Seconds that a node has to say who it is; then it is asked again, but rounds begin without it."""
 TELL = 10.0
 """Seconds between messages about what is being waited for."""
 Predict = Callable[[float | None], int]
@@ -30,7 +31,8 @@ class Nodes:
     """Nodes by their id in Flower, and the clients they are.
 
     Args:
-        least: nodes that must be there before a round begins. wait: seconds until the run is given up.
+        least: nodes that must be there before a round begins. wait: seconds until the run is given up; a node that is
+            there has ASKING seconds to say who it is.
         ask: ask nodes who they are; if not, they are numbered as they come.
         capacities: the classes of the run, if it has any. predict: bytes that a client of a class needs.
     """
@@ -42,48 +44,77 @@ class Nodes:
     predict: Predict | None = None
     clients: dict[int, Client] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
+    asked: dict[int, tuple[str, float]] = field(default_factory=dict)  # {node: (message, when it expires)}
+    silent: set[int] = field(default_factory=set)  # let a question expire: asked again, but not waited for
+    here: set[int] = field(default_factory=set)
 
     def present(self, grid: Grid) -> dict[int, Client]:
         """Return the clients that can take part now; wait for enough of them, but not for ever."""
-        began = told = time.monotonic()
+        began, told, pause = time.monotonic(), -math.inf, 0.05
         while True:
-            here = set(grid.get_node_ids())
-            self._ask(grid, sorted(here - self.clients.keys() - self.refused.keys()), here)
-            found = {node: client for node, client in self.clients.items() if node in here}
-            if len(found) >= self.least:
+            self._look(grid)
+            self._ask(grid)
+            found = {node: client for node, client in self.clients.items() if node in self.here}
+            asked, now = self.asked.keys() - self.silent, time.monotonic()
+            if len(found) >= self.least and not asked:
                 return found
-            now = time.monotonic()
-            if now - began > self.wait:
-                refused = "".join(f" Refused: {why}" for node, why in self.refused.items() if node in here)
+            if now - began > self.wait and not asked:
+                refused = "".join(f" Refused: {why}" for why in self.refused.values())
+                silent = f" Connected, but do not answer: {len(self.silent)}." if self.silent else ""
                 raise RunError(
-                    f"Only {len(found)} of at least {self.least} nodes are there after {self.wait:g} seconds.{refused} "
-                    "Start more SuperNodes, or lower the minimum; what was done is saved."
+                    f"Only {len(found)} of at least {self.least} nodes are there after {self.wait:g} seconds.{refused}"
+                    f"{silent} Start more SuperNodes, or lower the minimum; what was done is saved."
                 )
-            if now - told > TELL or told == began:
+            if len(found) < self.least and now - told > TELL:
                 told = now
-                log(INFO, "Waiting for nodes: %d of %d are there; giving up in %.0f s.",
-                    len(found), self.least, self.wait - (now - began))  # fmt: skip
-            time.sleep(0.5)
+                log(INFO, "Waiting for nodes: %d of %d are there%s; giving up in %.0f s.", len(found), self.least,
+                    f", {len(asked)} more are asked who they are" if asked else "",
+                    max(0.0, self.wait - (now - began)))  # fmt: skip
+            time.sleep(pause)
+            pause = min(1.2 * pause, 0.5)
 
-    def _ask(self, grid: Grid, nodes: list[int], here: set[int]) -> None:
-        """Ask new nodes who they are."""
+    def _look(self, grid: Grid) -> None:
+        """See who is there, and forget what was between us and nodes that have left, but for who they are."""
+        before, self.here = self.here, set(grid.get_node_ids())
+        self.asked = {node: question for node, question in self.asked.items() if node in self.here}
+        self.silent &= self.here
+        if before - self.here:  # those who were refused are asked again: one may be the node that left, come back
+            self.refused = {}
+
+    def _ask(self, grid: Grid) -> None:
+        """Ask new nodes who they are, and hear those who have answered."""
+        new, now = sorted(self.here - self.clients.keys() - self.refused.keys() - self.asked.keys()), time.monotonic()
         if not self.ask:
-            for node in nodes:
-                self.clients[node] = self._admit(node, {}, here)
+            for node in new:
+                self.clients[node] = self._admit(node, {})
             return
-        content = RecordDict({CONFIG: to_config({"ask": "client"})})
-        messages = [Message(content, node, MessageType.QUERY, ttl=ASKING) for node in nodes]
-        for node, reply in zip(nodes, exchange(grid, messages, ASKING), strict=True):
-            if reply is None or (reply.has_error() and reply.error.code != ErrorCode.CLIENT_APP_RAISED_EXCEPTION):
-                continue
-            told = read_config(reply.content) if reply.has_content() else {}
-            try:
-                self.clients[node] = self._admit(node, told, here)
-            except OptionError as error:
-                self.refused[node] = f"node {node}: {error}"
-                log(WARNING, "Refused: node %d: %s", node, error)
+        if new:
+            content = RecordDict({CONFIG: to_config({"ask": "client"})})
+            sent = grid.push_messages([Message(content, node, MessageType.QUERY, ttl=ASKING) for node in new])
+            self.asked |= {node: (message, now + ASKING) for node, message in zip(new, sent, strict=False)}
+        waiting = {message: node for node, (message, _) in self.asked.items() if message}
+        for reply in grid.pull_messages(list(waiting)) if waiting else ():
+            self._hear(waiting[reply.metadata.reply_to_message_id], reply)
+        for node in [node for node, (_, end) in self.asked.items() if end < now]:
+            del self.asked[node]
+            self.silent.add(node)
 
-    def _admit(self, node: int, told: dict[str, Any], here: set[int]) -> Client:
+    def _hear(self, node: int, reply: Message) -> None:
+        """Take what a node says of itself."""
+        if reply.has_error() and reply.error.code != ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
+            self.asked[node] = "", self.asked[node][1]  # asked again when that question would have expired
+            self.silent.add(node)
+            return
+        del self.asked[node]
+        self.silent.discard(node)
+        told = read_config(reply.content) if reply.has_content() else {}
+        try:
+            self.clients[node] = self._admit(node, told)
+        except OptionError as error:
+            self.refused[node] = f"node {node}: {error}"
+            log(WARNING, "Refused: node %d: %s", node, error)
+
+    def _admit(self, node: int, told: dict[str, Any]) -> Client:
         """Make a client of what a node says of itself; an app that does not answer our question says nothing."""
         taken = {client.id: other for other, client in self.clients.items()}
         number = told.get("client", next(i for i in range(len(taken) + 1) if i not in taken))
@@ -91,7 +122,7 @@ class Nodes:
         for name, value in (("client", number), ("examples", examples)):
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**48:
                 raise OptionError(f"{name}={value!r} is not a whole number of at least 0.")
-        if taken.get(number) in here:
+        if taken.get(number) in self.here:
             raise OptionError(f"it says that it is client {number}, as node {taken[number]} does, which is there, too.")
         if number in taken:
             del self.clients[taken[number]]

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import log
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Result
@@ -30,6 +31,10 @@ LOSSES = ("loss", "train_loss", "train-loss")
 """Names that apps give the training loss."""
 SLACK = 2**16
 """Bytes that an upload may have beyond twice what is expected: headers of many small arrays."""
+EXPIRED = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
+"""What Flower says of messages that nobody has answered in time, among others."""
+MOST_IDLE = 3
+"""After so many rounds in a row without any upload that can be used, the run is given up."""
 RESPOND = f"{MessageType.TRAIN}.respond"
 """The second exchange of methods that have one."""
 
@@ -73,8 +78,8 @@ class Strategy(flower.Strategy):
         self.timeout = 3600.0
         self._round: Round | None = None
         self._posted: list[tuple[Client, Message]] = []
-        self._grid: Grid | None = None
         self._measured: dict[int, tuple[int, int | None]] = {}
+        self._idle = 0
 
     def summary(self) -> None:
         """Log what is run."""
@@ -129,7 +134,7 @@ class Strategy(flower.Strategy):
         messages = self.configure_train(server.round + 1, ArrayRecord(), config or ConfigRecord(), grid)
         self._take(exchange(grid, messages, self.timeout))
         assert self._round is not None
-        request = self._round.ask()
+        request = self._round.ask() if self._round.taken else None
         if request is not None:
             nodes = {client.id: node for node, client in self.nodes.clients.items()}
             content = RecordDict(to_content(request))
@@ -137,11 +142,24 @@ class Strategy(flower.Strategy):
                 (client, Message(content, nodes[client.id], RESPOND, ttl=self.timeout)) for client in self._round.asked
             ]
             self._take(exchange(grid, [message for _, message in self._posted], self.timeout))
-        self.server, record = self._round.close()
+        if self._round.taken:
+            self.server, record = self._round.close()
+            self._idle = 0
+        else:
+            self.server, record = self._skip(server)
         peaks = [measured for measured, _ in self._measured.values()]
         predicted = [p for _, p in self._measured.values() if p is not None]
         record |= {"client_memory": max(peaks, default=0), "client_memory_predicted": max(predicted, default=None)}
         return self.server, record
+
+    def _skip(self, server: Server) -> tuple[Server, Record]:
+        """Go on after a round that nobody has answered in a way that can be used, but not for ever."""
+        assert self._round is not None
+        self._idle += 1
+        if self._idle == MOST_IDLE:
+            self._round.close()  # says why
+        log(WARNING, "Round %d: no upload could be used; the weights stay as they are.", server.round + 1)
+        return replace(server, round=server.round + 1), self._round.record(server.round + 1)
 
     def test(self, grid: Grid, config: ConfigRecord | None = None) -> dict[str, float]:
         """Let nodes test the model that clients run; their metrics are averaged by number of examples."""
@@ -153,7 +171,6 @@ class Strategy(flower.Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """Post each chosen node its download; `arrays` are not used: the server's state is ours."""
-        self._grid = grid
         present = self.nodes.present(grid)
         nodes = {client.id: node for node, client in present.items()}
         chosen = sample(self.method.key, self._server.round, present.values(), self.fraction_train)
@@ -249,7 +266,7 @@ class Strategy(flower.Strategy):
         assert self._round is not None
         for (client, posted), reply in zip(self._posted, replies, strict=True):
             node = posted.metadata.dst_node_id
-            if reply is None:
+            if reply is None or _is_over(posted, reply):
                 self._round.refuse(f"client {client.id} (node {node}): no answer within {self.timeout:g} seconds.")
             elif reply.has_error():
                 self._round.refuse(f"client {client.id} (node {node}): {_reason(reply)}")
@@ -312,6 +329,12 @@ def _read_metrics(reply: Message) -> dict[str, float]:
         if not abs(value) < 2**53:
             raise UploadError(f"its metric {name} is {value}.")
     return numbers
+
+
+def _is_over(posted: Message, reply: Message) -> bool:
+    """Tell whether Flower says that there is no answer since the message has expired, a moment before we give it up."""
+    over = posted.metadata.created_at + posted.metadata.ttl <= time.time()
+    return over and reply.has_error() and reply.error.code in EXPIRED
 
 
 def _reason(reply: Message) -> str:
