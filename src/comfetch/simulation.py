@@ -212,11 +212,12 @@ class Federation:
 
     def evaluate_clients(self, server: Server) -> Record:
         """Test on the clients: each its own model on its own part of the test examples, averaged by their number."""
-        tested = [
-            (len(examples), *self.test(self.client_model(server, client), examples))
-            for client, examples in zip(self.clients, self.tests, strict=True) if len(examples)
-        ]  # fmt: skip
-        return evaluation_record(tested)
+        post, tested = Round(self.method, server, self.channel), []
+        for client, examples in zip(self.clients, self.tests, strict=True):
+            audience, _, received = post.post(client)
+            if len(examples):
+                tested.append((len(examples), *self.test(self.model(client, audience, received), examples)))
+        return evaluation_record(tested, post.bytes_down)
 
     @torch.no_grad()
     def test(self, model: nn.Module, examples: Examples) -> tuple[float, float]:
@@ -372,12 +373,12 @@ def privacy_record(federation: Federation, rounds: int) -> Record:
     return {"epsilon": epsilon(privacy, participations(schedule))}
 
 
-def evaluation_record(tested: Iterable[tuple[int, float, float]]) -> Record:
-    """Average loss and accuracy over clients by their number of test examples."""
+def evaluation_record(tested: Iterable[tuple[int, float, float]], sent: int) -> Record:
+    """Average loss and accuracy over clients by their number of test examples; `sent` are the bytes of the models."""
     rows = list(tested)
     total = sum(count for count, _, _ in rows)
     loss, accuracy = (sum(row[0] * row[i] for row in rows) / total for i in (1, 2))
-    return {"loss_clients": loss, "accuracy_clients": accuracy}
+    return {"loss_clients": loss, "accuracy_clients": accuracy, "bytes_evaluation": sent}
 
 
 def memory_record(found: Iterable[tuple[int, int | None]]) -> Record:

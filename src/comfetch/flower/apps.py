@@ -50,7 +50,11 @@ class Carrier:
         found = self.strategy.test(self.grid)
         if not found:
             raise RunError(f"Round {server.round}: no node has tested its model. Their logs say why.")
-        return {"loss_clients": found["loss"], "accuracy_clients": found["accuracy"]}
+        return {
+            "loss_clients": found["loss"],
+            "accuracy_clients": found["accuracy"],
+            "bytes_evaluation": self.strategy.bytes_evaluation,
+        }
 
 
 def server_app() -> ServerApp:

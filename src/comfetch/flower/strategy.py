@@ -80,6 +80,7 @@ class Strategy(flower.Strategy):
         self._posted: list[tuple[Client, Message]] = []
         self._measured: dict[int, tuple[int, int | None]] = {}
         self._idle = 0
+        self.bytes_evaluation = 0
 
     def summary(self) -> None:
         """Log what is run."""
@@ -116,7 +117,10 @@ class Strategy(flower.Strategy):
             found = None if evaluate_fn is None else evaluate_fn(number, self._full())
             if found is not None:
                 result.evaluate_metrics_serverapp[number] = found
-            record |= {f"clients_{name}": value for name, value in tested.items()} | dict(found or {})
+            if tested:
+                record |= {f"clients_{name}": value for name, value in tested.items()}
+                record["bytes_evaluation"] = self.bytes_evaluation
+            record |= dict(found or {})
             record["seconds"] = time.perf_counter() - began
             if self.channel.privacy.where != "none":
                 record["epsilon"] = epsilon(self.channel.privacy, number)
@@ -201,10 +205,12 @@ class Strategy(flower.Strategy):
         present = self.nodes.present(grid)
         nodes = {client.id: node for node, client in present.items()}
         post = Round(self.method, self._server, self.channel)
-        return [
+        messages = [
             self._message(post, client, nodes[client.id], MessageType.EVALUATE, config, server_round)
             for client in sample(self.method.key, self._server.round, present.values(), self.fraction_evaluate)
         ]
+        self.bytes_evaluation = post.bytes_down
+        return messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Average all numbers of the nodes' metrics by their number of examples."""
