@@ -2,11 +2,12 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from logging import INFO, WARNING
 from typing import Any
 
+import httpx
 from flwr.app import Message, MessageType, RecordDict
 from flwr.common import log
 from flwr.common.constant import ErrorCode
@@ -164,7 +165,18 @@ def exchange(grid: Grid, messages: list[Message], timeout: float) -> list[Messag
     replies: dict[str, Message] = {}
     end, pause = time.monotonic() + timeout, 0.05
     while (waiting := [i for i in ids if i and i not in replies]) and time.monotonic() < end:
-        replies |= {reply.metadata.reply_to_message_id: reply for reply in grid.pull_messages(waiting)}
+        replies |= {reply.metadata.reply_to_message_id: reply for reply in _pull(grid, waiting)}
         time.sleep(pause if len(replies) < len(ids) else 0)
         pause = min(1.2 * pause, 0.5)
     return [replies.get(i) if i else None for i in [*ids, *[""] * (len(messages) - len(ids))]]
+
+
+def _pull(grid: Grid, waiting: list[str]) -> Iterable[Message]:
+    """Look for replies. A SuperLink whose database is locked answers with an error of its own: none are there yet."""
+    try:
+        return grid.pull_messages(waiting)
+    except httpx.HTTPStatusError as error:
+        if not error.response.is_server_error:
+            raise
+        log(WARNING, "The SuperLink could not say whether there are replies: %s. It is asked again.", error)
+        return []
