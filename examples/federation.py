@@ -244,12 +244,16 @@ class Loopback:
         folder: for keys, state and logs; a temporary one, removed at the end, if not given.
         tls: the SuperLink has a certificate, and speaks nothing else than TLS.
         auth: only nodes with a registered key are taken in (needs `tls`).
+        database: the SuperLink keeps its state in a file, and so over a restart; if not, in memory. Flower's file is
+            locked for seconds at a time while messages of hundreds of megabytes are written on a busy machine.
     """
 
-    def __init__(self, folder: Path | str | None = None, *, tls: bool = True, auth: bool = True) -> None:
+    def __init__(
+        self, folder: Path | str | None = None, *, tls: bool = True, auth: bool = True, database: bool = True
+    ) -> None:
         if auth and not tls:
             raise ValueError("auth=True needs tls=True: Flower authenticates nodes over TLS only. Give auth=False too.")
-        self.tls, self.auth = tls, auth
+        self.tls, self.auth, self.database = tls, auth, database
         self._temporary = tempfile.TemporaryDirectory(prefix="federation-") if folder is None else None
         self.folder = Path(self._temporary.name if self._temporary else str(folder)).resolve()
         self.log_folder, self.keys = self.folder / "logs", self.folder / "keys"
@@ -272,7 +276,8 @@ class Loopback:
             raise FederationError(f"{self.folder} is not empty. Name a new folder: keys and state are made anew.")
         self.log_folder.mkdir(parents=True, exist_ok=True)
         command = ["flower-superlink", "--host", HOST, "--port", str(self.port)]
-        command += ["--database", str(self.folder / "superlink.db"), "--disable-runtime-dependency-installation"]
+        command += ["--disable-runtime-dependency-installation"]
+        command += ["--database", str(self.folder / "superlink.db")] if self.database else []
         if self.tls:
             self.ca = make_certificates(self.keys)
             command += ["--ssl-ca-certfile", str(self.ca), "--ssl-certfile", str(self.keys / "server.crt")]

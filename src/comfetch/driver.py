@@ -29,6 +29,8 @@ from comfetch.methods.base import (
     Upload,
     check_upload,
 )
+from comfetch.methods.flat import FullModel
+from comfetch.methods.replica import KEPT
 from comfetch.privacy import Privacy, clip_upload
 from comfetch.privacy import check as check_privacy
 from comfetch.wire import Wire, pack, pack_upload, unpack, unpack_upload
@@ -116,6 +118,18 @@ def train_client(
         names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
         upload = channel.privacy.protect(upload, received, relative=new_values(method, upload, names))
     return trained, pack_upload(upload, received, channel.wire, hashing.fold(seed, "wire"), memory, relative)
+
+
+def kept_bytes(method: Method, channel: Channel, received: Message, memory: State) -> int:
+    """Count what a client holds besides its training step: its memory, and a download that its upload differs from.
+
+    The state of an optimiser that is kept is a part of the training step already, and so is not counted again.
+    """
+    kept = sum(tensor.nbytes for name, tensor in memory.items() if not name.startswith("optimiser."))
+    difference = channel.wire.up != "float32"
+    if isinstance(method, FullModel) and method.uploads == "weights":
+        difference = difference or not any(name.startswith(KEPT) for name in memory)
+    return kept + (sum(tensor.nbytes for tensor in received.state.values()) if difference else 0)
 
 
 @dataclass

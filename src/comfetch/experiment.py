@@ -243,6 +243,10 @@ class Experiment:
         )  # fmt: skip
 
 
+OPTIONS = Experiment.__dataclass_fields__
+"""Every option by its name, with its help, its group and its choices."""
+
+
 def predicted_bytes(federation: Federation, server: Server) -> dict[str, Any]:
     """Predict the bytes of a client's training step, full and sketched; nothing if the model needs real values."""
     method, client = federation.method, federation.clients[0]

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from html import escape
 
 from comfetch import __version__
-from comfetch.plots import accuracy_curves, colour, footprint_bars, partition_picture, to_svg
+from comfetch.pareto import FRONT, by_task, points, verdicts
+from comfetch.plots import accuracy_curves, colour, footprint_bars, pareto_picture, partition_picture, to_svg
 from comfetch.report import NOTE, Group, Run, table
 
 MOST_PARTITIONS = 4
@@ -19,6 +20,7 @@ CSS = """
 body { margin: 0 auto; padding: 1.2rem; max-width: 76rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif }
 h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.15rem; margin: 2rem 0 .6rem }
+.fronts li { margin: .4rem 0; max-width: 60rem }
 p { color: var(--soft); margin: .4rem 0; max-width: 60rem }
 .wide { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px }
 table { border-collapse: collapse; width: 100%; font-size: .92rem; font-variant-numeric: tabular-nums }
@@ -29,6 +31,7 @@ th:first-child, td:first-child { text-align: left; position: sticky; left: 0; ba
 th:first-child { background: var(--panel) } tr:last-child td { border-bottom: 0 }
 i.dot { display: inline-block; width: .75em; height: .75em; border-radius: 50%; margin-right: .5em }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); gap: 1rem }
+.large { grid-template-columns: repeat(auto-fit, minmax(min(100%, 32rem), 1fr)) }
 figure { margin: 0; padding: .8rem; border: 1px solid var(--line); border-radius: 8px; background: var(--panel) }
 figcaption { color: var(--soft); font-size: .9rem; margin-bottom: .4rem }
 figure svg { display: block; width: 100%; max-width: 36rem; height: auto; margin: 0 auto }
@@ -39,8 +42,12 @@ footer { margin-top: 2.5rem; color: var(--soft); font-size: .85rem }
 """
 
 
-def to_html(groups: Sequence[Group]) -> str:
-    """Write the page: table, curves, partitions, footprints, options."""
+def to_html(groups: Sequence[Group], missed: Sequence[str] = ()) -> str:
+    """Write the page: table, fronts, curves, partitions, footprints, options.
+
+    Args:
+        missed: sentences about what was not run, since it could not meet a budget.
+    """
     tasks = ", ".join(dict.fromkeys(str(run.options.get("task", "?")) for group in groups for run in group.runs))
     count = sum(len(group.runs) for group in groups)
     body = [
@@ -48,6 +55,7 @@ def to_html(groups: Sequence[Group]) -> str:
         f"<p>{count} run{'s' if count > 1 else ''} of comfetch {__version__}.</p>",
         _table(groups),
         f"<p>{escape(NOTE)}</p>",
+        _fronts(groups, missed),
         _curves(groups),
         _clients(groups),
         _options(groups),
@@ -72,6 +80,27 @@ def _table(groups: Sequence[Group]) -> str:
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in rest)
         lines.append(f"<tr><td>{_dot(number)}{escape(first)}</td>{cells}</tr>")
     return '<h2>Results</h2>\n<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>"
+
+
+def _fronts(groups: Sequence[Group], missed: Sequence[str]) -> str:
+    """Say and draw which run wins where, for each task of its own."""
+    parts = []
+    for number, (task, members) in enumerate(by_task(groups).items()):
+        found = verdicts(members)
+        told = "".join(
+            f"<li>{escape(axis.title.capitalize())}. {escape(' '.join(words))}</li>" for axis, words in found
+        )
+        figures = "".join(
+            _figure(
+                to_svg(pareto_picture(points(members, axis), axis), f"front{number}{axis.name}"),
+                f"Accuracy against {axis.title}" + (f", {task}" if number else ""),
+            )
+            for axis, _ in found
+        )
+        parts.append(f'<ul class="fronts">{told}</ul>\n<div class="figures large">{figures}</div>')
+    told = "".join(f"<p>{escape(sentence)}</p>" for sentence in missed)
+    about = f"<p>{escape(FRONT)}</p>" if parts else ""
+    return f"<h2>Which wins where</h2>\n{told}{about}{''.join(parts)}" if parts or told else ""
 
 
 def _curves(groups: Sequence[Group]) -> str:
@@ -112,10 +141,17 @@ def _footprints(groups: Sequence[Group]) -> str:
     found = {group.label: group.runs[0].footprint for group in groups if group.runs[0].footprint}
     if not found:
         return ""
-    full = {json.dumps(sizes["full"]): sizes["full"] for sizes in found.values()}
-    bars = {label: sizes["sketched"] for label, sizes in found.items() if sizes["sketched"] not in full.values()}
-    fulls = [("full model" if len(full) == 1 else f"full model {n}", s) for n, s in enumerate(full.values(), 1)]
-    svg = to_svg(footprint_bars(dict(fulls) | bars), "footprint")
+    bars: dict[str, dict[str, int]] = {}
+    twins = {json.dumps(sizes["full"]): sizes["full"] for sizes in found.values() if sizes["full"] != sizes["sketched"]}
+    for number, sizes in enumerate(twins.values(), 1):
+        bars["full model" if len(twins) == 1 else f"full model {number}"] = sizes
+    alike: dict[str, list[str]] = {}
+    for label, sizes in found.items():
+        if sizes["sketched"] not in twins.values():
+            alike.setdefault(json.dumps(sizes["sketched"]), []).append(label)
+    for text, (first, *others) in alike.items():
+        bars[f"{first} and {len(others)} more" if others else first] = json.loads(text)
+    svg = to_svg(footprint_bars(bars), "footprint")
     return _figure(svg, "Predicted peak of one training step on a client, by kind")
 
 

@@ -1,10 +1,11 @@
-"""Draw runs with matplotlib: accuracy curves, label counts of clients, bytes of clients.
+"""Draw runs with matplotlib: accuracy curves, fronts, label counts of clients, bytes of clients.
 
 A figure is drawn without a state of its own and becomes a PNG file, or SVG text whose ink follows the page's colour.
 """
 
 import contextlib
 import io
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator
 
 from comfetch.errors import RunError
 from comfetch.footprint import format_bytes
+from comfetch.labels import Label, place_labels
+from comfetch.pareto import Axis, Point, front
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +30,7 @@ INK = "#3a3f47"
 """Lines and text; in SVG it is replaced by the colour of the page's text."""
 COLOURS = ("#4c8fd6", "#e0803c", "#35a777", "#cf5f92", "#9470d0", "#b3962a", "#2fa9b5", "#8c8f96")
 """Chosen to be seen on white and on black."""
+MARKERS = ("o", "s", "^", "D", "v")
 KINDS = {
     "weights": "#2c6aa8",
     "gradients": "#5797d1",
@@ -46,6 +50,11 @@ STYLE: dict[Any, Any] = {
 def colour(number: int) -> str:
     """Return the colour of a group by its place; they come again when they are used up."""
     return COLOURS[number % len(COLOURS)]
+
+
+def marker(number: int) -> str:
+    """Return the marker of a group by its place: another one when the colours come again."""
+    return MARKERS[number // len(COLOURS) % len(MARKERS)]
 
 
 def accuracy_curves(groups: Sequence["Group"], against: str, legend: bool = False) -> Figure:
@@ -126,6 +135,55 @@ def footprint_bars(footprints: Mapping[str, Mapping[str, int]]) -> Figure:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: format_bytes(n)))
         figure.legend(loc="outside lower center", ncols=3, fontsize=10)
     return figure
+
+
+def pareto_picture(found: Sequence[Point], axis: Axis) -> Figure:
+    """Draw accuracy against a cost, a point for each group of runs, and the front of those that none beats."""
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure(7.2, 5.4)
+        best = front(found)
+        axes.set_xscale("log")
+        low, high = (pick(point.cost for point in found) for pick in (min, max))
+        room = max(4.0, high / low) ** 0.15 * (max(1.0, 4 / (high / low)) ** 0.5)
+        axes.set_xlim(low / room, high * room)
+        steps = [*best, Point("", high * room, best[-1].accuracy)]
+        xs, ys = [point.cost for point in steps], [point.accuracy for point in steps]
+        axes.plot(xs, ys, drawstyle="steps-post", color=INK, lw=1.2, alpha=0.55, zorder=1)
+        for number, point in enumerate(found):
+            axes.errorbar(
+                point.cost, point.accuracy, point.spread or None, color=colour(number), marker=marker(number),
+                ms=8 if point in best else 6, mew=1.2, mfc=colour(number) if point in best else "none", lw=1, zorder=2,
+            )  # fmt: skip
+        _stretch(axes, found)
+        axes.set(ylabel="test accuracy, %", xlabel=axis.title)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: axis.write(n)))
+        axes.xaxis.set_minor_formatter("")
+        labels = [Label(point.cost, point.accuracy, point.label, colour(n)) for n, point in enumerate(found)]
+        level = [((a.cost, a.accuracy), (b.cost, a.accuracy)) for a, b in itertools.pairwise(steps)]
+        upright = [((p.cost, p.accuracy - p.spread), (p.cost, p.accuracy + p.spread)) for p in found if p.spread]
+        place_labels(figure, axes, labels, level + upright)
+    return figure
+
+
+def _stretch(axes: "Axes", found: Sequence[Point]) -> None:
+    """Scale accuracy by the logarithm of the error, so that good runs stand apart though a poor one is shown."""
+    axes.set_yscale("function", functions=(lambda a: -np.log10(101 - np.minimum(a, 100)), lambda y: 101 - 10**-y))
+    ends = [p.accuracy + side * (p.spread or 0) for p in found for side in (-1, 1)]
+    low, high = (-np.log10(101 - np.clip(end, 0, 100)) for end in (min(ends), max(ends)))
+    room = max(0.02, 0.08 * (high - low))
+    bottom, top = (float(np.clip(101 - 10**-y, 0, 100)) for y in (low - room, high + room))
+    axes.set_ylim(bottom, top)
+    steps = (step for step in (20, 10, 5, 2, 1, 0.5, 0.2, 0.1) if (top - bottom) / step >= 3)
+    ticks, near = list[float](), 0.05 * (high - low + 2 * room)
+    for step in steps:  # coarse ones first; finer ones only where they find room
+        for tick in np.arange(np.ceil(bottom / step) * step, top + 1e-9, step):
+            place = -np.log10(101 - tick)
+            if all(abs(place + np.log10(101 - other)) > near for other in ticks) and len(ticks) < 9:
+                ticks.append(float(tick))
+    axes.yaxis.set_major_locator(FixedLocator(sorted(ticks)))
+    axes.yaxis.set_minor_locator(FixedLocator([]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda a, _: f"{a:.3g}"))
 
 
 def to_svg(figure: Figure, name: str) -> str:

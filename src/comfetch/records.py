@@ -27,6 +27,7 @@ OPTIONS = "run.toml"
 ENVIRONMENT = "environment.json"
 PARTITION = "partition.json"
 FOOTPRINT = "footprint.json"
+EQUAL = "equal.json"
 FINAL = ("full.safetensors", "sketched.safetensors")
 
 
@@ -39,12 +40,17 @@ def open_folder(folder: Path, options: Mapping[str, Any], resume: bool) -> None:
             raise RunError(f"{folder} holds this run already. Go on with --resume, or choose another --out.")
     elif resume and not folder.exists():
         raise RunError(f"{folder} does not exist: there is nothing to resume.")
+    make_folder(folder)
+    _remove_leftovers(folder)
+    write_text(path, format_toml(options))
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder if it is not there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"{folder}: cannot be made. {error.strerror}.") from error
-    _remove_leftovers(folder)
-    write_text(path, format_toml(options))
 
 
 def check_folder(folder: Path, options: Mapping[str, Any]) -> None:
@@ -124,10 +130,15 @@ def load_checkpoint(folder: Path) -> tuple[Server, dict[int, State]] | None:
 
 
 def append_round(folder: Path, record: Mapping[str, Any]) -> None:
-    """Add the record of one round: the whole line, or nothing if the disk is full."""
+    """Add the record of one round."""
+    append_line(folder / ROUNDS, record)
+
+
+def append_line(path: Path, record: Mapping[str, Any]) -> None:
+    """Add a record to a file of JSON lines: the whole line, or nothing if the disk is full."""
     line = (json.dumps(record) + "\n").encode()
     try:
-        with open(folder / ROUNDS, "ab", buffering=0) as file:
+        with open(path, "ab", buffering=0) as file:
             before = file.seek(0, os.SEEK_END)
             try:
                 if file.write(line) != len(line):
@@ -138,7 +149,7 @@ def append_round(folder: Path, record: Mapping[str, Any]) -> None:
                 raise
             os.fsync(file.fileno())
     except OSError as error:
-        raise RunError(f"{folder / ROUNDS}: cannot be written. {error.strerror}.") from error
+        raise RunError(f"{path}: cannot be written. {error.strerror}.") from error
 
 
 def read_rounds(folder: Path, until: int | None = None) -> list[dict[str, Any]]:

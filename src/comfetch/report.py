@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from comfetch import records
+from comfetch.equal import format_cost
 from comfetch.errors import OptionError, RunError
-from comfetch.experiment import DRAWS, PRESETS, SKETCH, Experiment, is_compressed
+from comfetch.experiment import DRAWS, OPTIONS, PRESETS, SKETCH, is_compressed
 from comfetch.footprint import format_bytes
 
-OPTIONS = Experiment.__dataclass_fields__
 FIRST = ("method", "compression")
 """Options that a label begins with."""
 
@@ -37,6 +37,10 @@ class Run:
         """Return a number of the last round; NaN if it was not measured."""
         value = self.rounds[-1][name]
         return math.nan if value is None else float(value)
+
+    def memory(self) -> float:
+        """Return the peak of a client's training and what it keeps from round to round, together at their largest."""
+        return float(max(record["client_memory"] + record.get("client_kept", 0) for record in self.rounds))
 
     def best(self, name: str) -> float:
         """Return the largest of a number over the rounds."""
@@ -78,7 +82,7 @@ COLUMNS = (
     Column("accuracy_full", "server's W %", lambda run: run.last("accuracy_full"), lambda x: f"{100 * x:.1f}"),
     Column("bytes_down", "down", lambda run: run.total("bytes_down"), format_bytes),
     Column("bytes_up", "up", lambda run: run.total("bytes_up"), format_bytes),
-    Column("client_memory", "memory", lambda run: run.best("client_memory"), format_bytes),
+    Column("client_memory", "memory", lambda run: run.memory(), format_bytes),
     Column("seconds", "seconds", lambda run: run.total("seconds"), lambda x: f"{x:.1f}"),
 )
 
@@ -133,6 +137,8 @@ def label(options: dict[str, Any], apart: Sequence[str] = ()) -> str:
 
 
 def _words(name: str, value: Any) -> str:
+    if name == "method_options":
+        return str(value)
     spoken = name.replace("_", " ")
     if isinstance(value, bool):
         return spoken if value else f"no {spoken}"
@@ -149,20 +155,28 @@ def table(groups: Sequence[Group], shown: Sequence[str] = ()) -> list[list[str]]
     return rows
 
 
-def to_markdown(groups: Sequence[Group]) -> str:
-    """Write the table as Markdown."""
+def to_markdown(groups: Sequence[Group], missed: Sequence[str] = ()) -> str:
+    """Write the table as Markdown, and which run wins where."""
+    from comfetch.pareto import by_task, verdicts
+
     rows = table(groups)
     lines = [" | ".join(row) for row in (rows[0], ["---", *["---:"] * (len(rows[0]) - 1)], *rows[1:])]
-    return "\n".join(["# Runs of comfetch", "", *(f"| {line} |" for line in lines), "", NOTE, ""])
+    text = ["# Runs of comfetch", "", *(f"| {line} |" for line in lines), "", NOTE, ""]
+    told = [
+        f"- {task}, {axis.title}: {' '.join(words)}"
+        for task, members in by_task(groups).items()
+        for axis, words in verdicts(members)
+    ]
+    return "\n".join([*text, *(["## Which wins where", "", *missed, *told, ""] if told or missed else [])])
 
 
 NOTE = (
     "Accuracy of what clients run, in the last round; ± is the standard deviation over seeds. Bytes are totals over "
-    "all rounds and clients; memory is the measured peak of the largest client."
+    "all rounds and clients; memory is the measured peak of the largest client, with what it keeps between rounds."
 )
 
 
-def to_csv(groups: Sequence[Group]) -> str:
+def to_csv(groups: Sequence[Group], missed: Sequence[str] = ()) -> str:
     """Write the table as CSV, in plain numbers."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -176,22 +190,43 @@ def to_csv(groups: Sequence[Group]) -> str:
     return text.getvalue()
 
 
-def _to_html(groups: Sequence[Group]) -> str:
+def _to_html(groups: Sequence[Group], missed: Sequence[str]) -> str:
     from comfetch.page import to_html
 
-    return to_html(groups)
+    return to_html(groups, missed)
 
 
-FORMATS: dict[str, Callable[[Sequence[Group]], str]] = {".html": _to_html, ".md": to_markdown, ".csv": to_csv}
+FORMATS: dict[str, Callable[[Sequence[Group], Sequence[str]], str]] = {
+    ".html": _to_html,
+    ".md": to_markdown,
+    ".csv": to_csv,
+}
 
 
 def write_report(paths: Iterable[Path], out: Path) -> list[Group]:
     """Write the report of some runs in the format that the name of the file asks for."""
     if out.suffix not in FORMATS:
         raise OptionError(f"{out}: its name must end in {', '.join(FORMATS)}.")
-    groups = group_runs(find_runs(paths))
-    records.write_text(out, FORMATS[out.suffix](groups))
+    folders = list(paths)
+    groups = group_runs(find_runs(folders))
+    records.write_text(out, FORMATS[out.suffix](groups, find_missed(folders)))
     return groups
+
+
+def find_missed(paths: Iterable[Path]) -> list[str]:
+    """Say what was not run in folders of runs of one budget, since it could not meet it."""
+    found: dict[Path, None] = {}
+    for path in paths:
+        found.update(dict.fromkeys(sorted(path.rglob(records.EQUAL))))
+    sentences = []
+    for path in found:
+        equal = records.read_json(path)
+        kind, missed = equal.get("kind", ""), [row for row in equal.get("runs", []) if not row["fits"]]
+        needs = {row["method"]: f"{row['method']} ({format_cost(kind, row['cost'])})" for row in missed}
+        if needs:
+            budget = format_cost(kind, equal["budget"])
+            sentences.append(f"Not run, as they need more than {budget} of {kind}: {', '.join(needs.values())}.")
+    return sentences
 
 
 def relevant(options: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from comfetch import driver, records
 from comfetch.convert import plan_of
 from comfetch.data import Examples, Task, label_counts, load_task, partition
-from comfetch.driver import Channel, Round, check_channel, sample, train_client, train_seed
+from comfetch.driver import Channel, Round, check_channel, kept_bytes, sample, train_client, train_seed
 from comfetch.errors import ModelError, OptionError, RunError
 from comfetch.files import PLAN, save_state
 from comfetch.footprint import Bytes, count, meta_model, track
@@ -138,7 +138,7 @@ class Federation:
     def round(self, server: Server) -> tuple[Server, Record]:
         """Run one round: download, local training, upload, server step."""
         started = time.perf_counter()
-        clients = self.sample(server.round)
+        clients, kept = self.sample(server.round), 0
         play = Round(self.method, server, self.channel, clients)
         with torch.random.fork_rng(devices=[]):
             for client in clients:
@@ -151,6 +151,7 @@ class Federation:
                     self.method, self.channel, model, self.data[client.id], received, memory,
                     train_seed(self.seed, server.round, client),
                 )  # fmt: skip
+                kept = max(kept, kept_bytes(self.method, self.channel, received, memory))
                 if not play.pooling:  # the next client trains the same model
                     answer = Message({name: tensor.clone() for name, tensor in answer.state.items()}, answer.text)
                 play.take(client, answer, self.channel.told(trained.loss))
@@ -161,7 +162,8 @@ class Federation:
         self.models = {k: model for k, model in self.models.items() if k in play.sent}
         self.states = {k: state for k, state in self.states.items() if k in play.sent}
         server, record = play.close()
-        record.update(memory_record(self.memory_bytes.values()), seconds=time.perf_counter() - started)
+        record.update(memory_record(self.memory_bytes.values()), client_kept=kept)
+        record["seconds"] = time.perf_counter() - started
         return server, record
 
     def model(self, client: Client, audience: Any, received: Message) -> nn.Module:

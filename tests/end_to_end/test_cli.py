@@ -52,7 +52,7 @@ def test_every_field_of_an_experiment_is_an_option_of_run() -> None:
     assert {field.name for field in dataclasses.fields(Experiment)} <= options
 
 
-@pytest.mark.parametrize("command", ["demo", "run", "compare", "report", "footprint"])
+@pytest.mark.parametrize("command", ["demo", "run", "tune", "compare", "report", "footprint"])
 def test_help_is_given(command: str) -> None:
     result = comfetch(command, "--help")
     assert result.code == 0 and "Usage: comfetch" in result.out and not result.err
@@ -219,7 +219,7 @@ def test_compare_refuses_another_configuration_before_it_runs_anything() -> None
     write_toml("tomls/c.toml", compression=0.5)
     told = comfetch("compare", "tomls", "--out", "out").told
     assert "out/b holds a run of another configuration (lr: 0.001 there, 0.1 now)" in told
-    assert "; compression=0.5 is below 1" in told
+    assert "compression=0.5 is below 1" in told
     assert not Path("out/a").exists() and files == {path: path.read_bytes() for path in Path("out/b").iterdir()}
 
 
@@ -227,9 +227,65 @@ def test_compare_goes_on_after_a_run_that_fails() -> None:
     write_toml("tomls/a.toml", lr=1e20)
     write_toml("tomls/b.toml")
     told = comfetch("compare", "tomls", "--out", "out").told
-    assert told.startswith("comfetch: 1 of 2 runs failed; a: Round 1: every upload was refused")
+    assert told.startswith("comfetch: 1 of 2 runs failed; a: Round 1: no upload could be used")
     assert Path("out/b/full.safetensors").exists()
     assert "holds no TOML files" in comfetch("compare", "out").told
+
+
+def test_compare_on_equal_terms_sizes_runs_and_resumes() -> None:
+    for name, method in (("a", "comfetch"), ("b", "narrow"), ("c", "fedavg")):
+        write_toml(f"tomls/{name}.toml", method=method)
+    terms = ("--equal", "bytes", "--budget", "comfetch@10")
+    listed = comfetch("compare", "tomls", *terms, "--dry-run")
+    assert listed.code == 0 and not Path("runs").exists()
+    head, first, second, third = listed.out.splitlines()
+    assert head.split()[:4] == ["run", "method", "bytes", "a"] and "compression 10" in first and "compression" in second
+    assert third.startswith("c") and "cannot meet 710 kB: needs 4.51 MB (nothing to set)" in third
+    begun = comfetch("compare", "tomls", *terms)
+    assert begun.code == 0 and "a: missing" in begun.out and "c: too large" in begun.out
+    assert {path.name for path in Path("runs/tomls").iterdir()} == {"a", "b", "equal.json"}
+    options = tomllib.loads(Path("runs/tomls/b/run.toml").read_text())
+    assert options["equal"] == "bytes 710288 as comfetch@10" and options["compression"] > 4
+    record = json.loads(Path("runs/tomls/b/rounds.jsonl").read_text().splitlines()[0])
+    assert 0.98 * 710_288 < (record["bytes_down"] + record["bytes_up"]) / 3 <= 710_288
+    again = comfetch("compare", "tomls", *terms)
+    assert again.code == 0 and "a: finished" in again.out and "b: finished" in again.out
+    assert "another configuration (compression" in comfetch("compare", "tomls").told
+    assert comfetch("report", "runs/tomls", "--out", "report.md").code == 0
+    page = Path("report.md").read_text()
+    assert "Not run, as they need more than 710 kB of bytes: fedavg (4.51 MB)." in page and "is best" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", "tomls", "--equal", "bytes"], "--equal needs --budget"),
+        (["compare", "tomls", "--budget", "1MB"], "--budget needs --equal"),
+        (["compare", "tomls", "--equal", "time", "--budget", "1MB"], "equal='time' is not known. Choose one of: bytes"),
+        (["compare", "tomls", "--equal", "bytes", "--budget", "much"], "is not a number of bytes"),
+        (["compare", "tomls", "--equal", "flops", "--budget", "fedavg@2"], "fedavg has no setting of its size"),
+        (["compare", "none", "--dry-run"], "none holds no TOML files"),
+        (["tune", "none"], "none holds no TOML files"),
+        (["tune", "tomls", "--trials", "0"], "trials=0 is below 1"),
+        (["tune", "tomls", "--lowest", "1"], "no range of learning rates"),
+        (["tune", "tomls", "--validation", "2"], "validation=2 is not between 0 and 1"),
+        (["tune", "tomls", "--validation", "0.001"], "leaves nothing to train on or to test on"),
+        (["run", "digits", "--validation", "1.5"], "leaves nothing to train on or to test on"),
+    ],
+)
+def test_bad_terms_and_searches_are_refused_in_one_line(arguments: list[str], message: str) -> None:
+    write_toml("tomls/a.toml")
+    before = Path("tomls/a.toml").read_bytes()
+    assert message in comfetch(*arguments).told
+    assert not Path("runs").exists() and Path("tomls/a.toml").read_bytes() == before
+
+
+def test_tune_writes_rates_and_tells_those_at_the_edge() -> None:
+    write_toml("tomls/a.toml")
+    result = comfetch("tune", "tomls", "--trials", "2", "--rounds", "1", "--lowest", "0.00001", "--highest", "0.003")
+    assert result.code == 0 and "a: lr 1e-05: accuracy" in result.out and "at the edge of the grid" in result.out
+    assert tomllib.loads(Path("tomls/a.toml").read_text())["lr"] == 0.003
+    assert len(Path("tomls/a.trials.jsonl").read_text().splitlines()) == 2
 
 
 def test_report_writes_a_page_that_needs_nothing_else() -> None:
@@ -238,7 +294,7 @@ def test_report_writes_a_page_that_needs_nothing_else() -> None:
     run_tiny("runs/fedavg", "--method", "fedavg", "--partition", "dirichlet")
     assert comfetch("report", "runs", "--out", "report.html").code == 0
     page = Path("report.html").read_text()
-    assert page.count("<svg") == 3 + 2 + 1 and "comfetch 4×" in page and "±" in page
+    assert page.count("<svg") == 3 + 3 + 2 + 1 and "comfetch 4×" in page and "±" in page
     assert not re.search(r'(src|href)="(?!#|data:)|@import|<script|url\((?!#)', page)
     ids = re.findall(r' id="([^"]+)"', page)
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', page))

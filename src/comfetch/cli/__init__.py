@@ -1,4 +1,4 @@
-"""The command line: `comfetch demo`, `run`, `compare`, `report`, `footprint` and `methods`."""
+"""The command line: `comfetch demo`, `run`, `tune`, `compare`, `report`, `footprint` and `methods`."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ import typer
 
 from comfetch import __version__
 from comfetch.cli.demo import demo
-from comfetch.cli.runs import INTERRUPTED, compare, run
+from comfetch.cli.runs import INTERRUPTED, compare, run, tune
 from comfetch.cli.show import footprint, methods, report
 from comfetch.errors import ComfetchError
 
@@ -23,7 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train networks federatedly whose clients hold, get and send only sketches of the weights.",
 )
-for command in (demo, run, compare, report, footprint, methods):
+for command in (demo, run, tune, compare, report, footprint, methods):
     app.command()(command)
 
 

@@ -11,11 +11,14 @@ from rich.console import Console
 from comfetch import records
 from comfetch.cli.options import FIELDS, RUNNING, DataDir, Device, Quiet, Threads, set_threads, takes_options
 from comfetch.cli.watch import Follow, Watch
-from comfetch.compare import Planned, plan_runs
+from comfetch.compare import TOO_LARGE, Planned, Terms, cost_table, note_sizes, plan_runs
+from comfetch.equal import KINDS, Meter
 from comfetch.errors import ComfetchError, OptionError, RunError
 from comfetch.experiment import Experiment, read_experiment
 from comfetch.footprint import format_bytes
 from comfetch.simulation import History
+from comfetch.tune import Search
+from comfetch.tune import tune as find_rates
 
 INTERRUPTED = 130
 ENGINES = ("local", "ray")
@@ -36,6 +39,14 @@ EngineName = Annotated[
         help=f"What carries the messages: {', '.join(ENGINES)}. Ray is Flower's simulation: clients are processes.",
         rich_help_panel=RUNNING,
     ),
+]
+EQUAL = "Equal terms"
+Equal = Annotated[
+    str | None, typer.Option(help=f"What clients have equally much of: {', '.join(KINDS)}.", rich_help_panel=EQUAL)
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(help="How much: 300kB, 2GFLOP, or what a method costs: comfetch@10.", rich_help_panel=EQUAL),
 ]
 Tensorboard = Annotated[
     bool, typer.Option("--tensorboard", help="Write event files into --out, too.", rich_help_panel=RUNNING)
@@ -135,6 +146,8 @@ def summary(history: History) -> str:
 def compare(
     experiments: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of TOML files, one a run.")],
     out: Annotated[Path | None, typer.Option(help="Folder of the runs.", show_default="runs/<name of DIR>")] = None,
+    equal: Equal = None, budget: Budget = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes and costs, and run nothing.")] = False,
     data_dir: DataDir = None, device: Device = "cpu", threads: Threads = None, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Run what a folder of experiments still needs: DIR/name.toml is run in OUT/name.
@@ -142,12 +155,29 @@ def compare(
     What is missing is run, what was cut goes on, what is finished stays. A run folder that holds another configuration
     is never touched: it is refused before anything is run. A run that fails does not stop the others.
 
-    Example:
+    With --equal, every experiment is first sized to one budget, by the one setting that makes its method larger or
+    smaller; one that cannot meet it is named, with what it needs, and is not run. Data, federation and random numbers
+    must be the same for all. --dry-run prints what each would cost a client.
+
+    Examples:
 
         comfetch compare experiments --out runs/experiments && comfetch report runs/experiments
+
+        comfetch compare experiments --equal bytes --budget comfetch@10 --dry-run
+
+        comfetch compare experiments --equal memory --budget 3MB
     """
     set_threads(threads)
-    planned = plan_runs(experiments, out or Path("runs") / experiments.resolve().name)
+    terms, meter = read_terms(equal, budget), Meter(data_dir)
+    folder = out or Path("runs") / experiments.resolve().name
+    planned = plan_runs(experiments, folder, terms, meter)
+    if dry_run or terms is not None:
+        show = typer.echo if dry_run else Watch(Console(), quiet).say
+        show(cost_table(planned, meter))
+    if dry_run:
+        return
+    if terms is not None:
+        note_sizes(planned, terms, folder)
     failures = []
     try:
         with Watch(Console(), quiet) as watch:
@@ -161,9 +191,17 @@ def compare(
         raise RunError("\n".join([f"{len(failures)} of {len(planned)} runs failed", *failures]))
 
 
+def read_terms(equal: str | None, budget: str | None) -> Terms | None:
+    """Return the terms of a comparison, if there are any."""
+    if (equal is None) != (budget is None):
+        missing, given = ("--equal", "--budget") if equal is None else ("--budget", "--equal")
+        raise OptionError(f"{given} needs {missing}. Write, for example, --equal bytes --budget comfetch@10.")
+    return None if equal is None or budget is None else Terms(equal, budget)
+
+
 def _run_planned(one: Planned, watch: Watch, data_dir: str | None, device: str) -> list[str]:
     """Run one experiment if it is not finished; return what went wrong, if anything."""
-    if one.state == "finished":
+    if one.state in ("finished", TOO_LARGE):
         return []
     follow = watch.follow(one.name, one.experiment.rounds)
     try:
@@ -172,3 +210,43 @@ def _run_planned(one: Planned, watch: Watch, data_dir: str | None, device: str) 
         return [f"{one.name}: {error}"]
     watch.say(f"{one.name}: {summary(history)}")
     return []
+
+
+def tune(
+    experiments: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of TOML files, one an experiment.")],
+    trials: Annotated[int, typer.Option(help="Learning rates that are tried for each.")] = Search.trials,
+    rounds: Annotated[int, typer.Option(help="Rounds of a trial.")] = Search.rounds,
+    lowest: Annotated[float, typer.Option(help="Lowest rate.")] = Search.lowest,
+    highest: Annotated[float, typer.Option(help="Highest rate.")] = Search.highest,
+    validation: Annotated[float, typer.Option(help="Part of the training examples held out.")] = Search.validation,
+    equal: Equal = None, budget: Budget = None,
+    data_dir: DataDir = None, device: Device = "cpu", threads: Threads = None, quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Find the learning rate of every experiment by one search, the same for all, and write it into its file.
+
+    Every experiment is run at the same rates, evenly spaced on a logarithmic scale, on the training examples without a
+    part that is held out; the best accuracy on that part decides. The test set is not used. Files that differ in seed
+    and key only are tuned once. DIR/name.trials.jsonl keeps all trials; those that are there are not run again. With
+    --equal, experiments are first sized as `compare --equal` does it.
+
+    Example:
+
+        comfetch tune experiments --trials 7 --rounds 5
+    """
+    set_threads(threads)
+    search, watch = Search(trials, rounds, lowest, highest, validation), Watch(Console(), quiet)
+
+    def told(name: str, trial: dict[str, Any]) -> None:
+        outcome = trial["failed"] or f"accuracy {trial['accuracy']:.1%}"
+        watch.say(f"{name}: lr {trial['lr']:g}: {outcome}")
+
+    try:
+        found = find_rates(
+            experiments, search, terms=read_terms(equal, budget), data_dir=data_dir, device=device, on_trial=told
+        )
+    except KeyboardInterrupt as stop:
+        typer.echo("comfetch: interrupted. Finished trials are saved; the same command goes on with them.", err=True)
+        raise typer.Exit(INTERRUPTED) from stop
+    for one in found:
+        edge = " It is at the edge of the grid: widen it with --lowest or --highest." if one.at_edge else ""
+        watch.say(f"{', '.join(one.names)}: lr {one.rate:g}, accuracy {one.accuracy:.1%} on what was held out.{edge}")

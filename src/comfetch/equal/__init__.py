@@ -1,5 +1,6 @@
 """Compare methods on equal terms: size each to one budget of bytes, client memory or client work."""
 
+import bisect
 import dataclasses
 import math
 import re
@@ -13,6 +14,9 @@ from comfetch.experiment import CLIENTS, FEDERATION, TASK, Experiment
 from comfetch.methods import METHODS
 
 __all__ = ["KINDS", "Knob", "Meter", "Sized", "check_kind", "format_cost", "knob_of", "read_budget", "size_to"]
+
+STEP = 4
+"""Factor between the sizes that are tried first."""
 
 
 @dataclass(frozen=True)
@@ -56,23 +60,21 @@ def size_to(experiment: Experiment, budget: float, kind: str, meter: Meter | Non
     knob = knob_of(experiment)
     if knob is None:
         return Sized(experiment, kind, budget, meter.cost(experiment, kind), "nothing to set")
-    search = _Search(experiment, knob, kind, budget, meter)
-    last = len(knob.settings) - 1
-    if (own := search.own()) is not None and search.at(0) == search.at(last) == own:
-        return Sized(experiment, kind, budget, own, f"{knob.name} changes nothing")
+    search, last = _Search(experiment, knob, kind, budget, meter), len(knob.settings) - 1
+    own = search.own()
+    if own is not None and own == search.at(last) == search.at(0):
+        return Sized(experiment, kind, budget, own, f"{knob.name} does not change it")
     place = search.largest(last)
-    if place < 0 or search.at(place) < 0:
-        place += 1  # nothing fits: the smallest that can be made
-    found = search.at(place)
-    if own is not None and own == found:
+    if own is not None and own == search.at(place):
         return Sized(experiment, kind, budget, own, "as given")
+    place = search.roundest(place)
     setting = f"{knob.name} {knob.settings[place]:g}"
-    return Sized(knob.set(experiment, knob.settings[place]), kind, budget, int(found), setting)
+    return Sized(knob.set(experiment, knob.settings[place]), kind, budget, int(search.at(place)), setting)
 
 
 @dataclass(frozen=True)
 class _Search:
-    """Bisect the settings of a knob, which go from small clients to large ones."""
+    """Search the settings of a knob, which go from small clients to large ones."""
 
     experiment: Experiment
     knob: Knob
@@ -97,12 +99,54 @@ class _Search:
             return math.inf
 
     def largest(self, last: int) -> int:
-        """Return the last place that does not exceed the budget; −1 if all do."""
-        if self.at(last) <= self.budget:
-            return last
-        low, high = -1, last
+        """Return the last place that does not exceed the budget; if all do, the cheapest that was found.
+
+        From the large end on: the smallest sketches need more memory again, for more blocks, each with its hash.
+        """
+        if self.kind != "memory" and self.at(last) > self.budget and self.at(0) > self.budget:
+            return 0
+        high = last
+        for low in self._steps(last):
+            if self.at(low) <= self.budget:
+                place = low if low == last else self._between(low, high)
+                return place if self.at(place) >= 0 else place + 1  # all that could be made exceed it
+            high = low
+        return min(self._steps(last), key=self.at)
+
+    def roundest(self, place: int) -> int:
+        """Return the place of a shorter number that costs as much, if there is one."""
+        for digits in (1, 2):
+            power = math.floor(math.log10(self.knob.settings[place])) - digits + 1
+            unit = self.knob.settings[place] / 10**power
+            shorter = float(f"{math.floor(unit) if self.knob.options else math.ceil(unit)}e{power}")
+            if shorter in self.knob.settings and self.at(self.knob.settings.index(shorter)) == self.at(place):
+                return self.knob.settings.index(shorter)
+        return place
+
+    def _steps(self, last: int) -> list[int]:
+        """Return places from the large end to the small one, each a quarter of the size of the one before."""
+        wanted, steps = self.knob.size(last), []
+        for place in range(last, -1, -1):
+            if place in (0, last) or self.knob.size(place) <= wanted:
+                steps.append(place)
+                wanted = self.knob.size(place) / STEP
+        return steps
+
+    def _between(self, low: int, high: int) -> int:
+        """Return the last place that fits, between one that does and one that does not.
+
+        Costs are nearly linear in the size, so the place is guessed; every third time it is halved.
+        """
+        tries = 0
         while high - low > 1:
+            tries += 1
+            cheap, dear = max(0.0, self.at(low)), self.at(high)
             middle = (low + high) // 2
+            if tries % 3 and math.isfinite(dear) and dear > cheap:
+                part = (self.budget - cheap) / (dear - cheap)
+                size = self.knob.size(low) + part * (self.knob.size(high) - self.knob.size(low))
+                guess = bisect.bisect_right(range(low, high), size, key=self.knob.size) + low - 1
+                middle = min(max(guess, low + 1), high - 1)
             low, high = (middle, high) if self.at(middle) <= self.budget else (low, middle)
         return low
 
@@ -132,7 +176,9 @@ def read_budget(text: str, experiment: Experiment, kind: str, meter: Meter | Non
 def _reference(method: str, setting: str, experiment: Experiment) -> Experiment:
     """Return the experiment that a budget such as comfetch@10 names."""
     groups = (TASK, FEDERATION, CLIENTS)
-    told = {f.name: getattr(experiment, f.name) for f in dataclasses.fields(Experiment) if f.metadata["group"] in groups}
+    told = {
+        f.name: getattr(experiment, f.name) for f in dataclasses.fields(Experiment) if f.metadata["group"] in groups
+    }
     made = Experiment.of({**told, "method": method, "method_options": None, "preset": "default"})
     if not setting:
         return made
@@ -149,4 +195,6 @@ def _reference(method: str, setting: str, experiment: Experiment) -> Experiment:
 def _hint(sized: Sized) -> str:
     """Say what else would make a method smaller."""
     method = sized.experiment.make_method()
-    return "; 'changes = true' sends less" if sized.kind == "bytes" and getattr(method, "changes", None) is False else ""
+    return (
+        "; 'changes = true' sends less" if sized.kind == "bytes" and getattr(method, "changes", None) is False else ""
+    )

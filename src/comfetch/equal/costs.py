@@ -17,14 +17,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from comfetch.data import Task
-from comfetch.driver import Round
 from comfetch.errors import ModelError, OptionError
 from comfetch.experiment import Experiment
 from comfetch.footprint import format_bytes, meta_model
 from comfetch.methods import Client, Local, LocalTopK, Method, Server, Trained
 from comfetch.methods.base import Build, LocalData, State
-from comfetch.methods.flat import FullModel
-from comfetch.methods.replica import KEPT
 from comfetch.simulation import Federation, make_federation
 
 KINDS = ("bytes", "memory", "flops")
@@ -115,13 +112,14 @@ class Meter:
         rows = np.arange(min(EXAMPLES, len(federation.task.train)))
         federation.data = [dataclasses.replace(d, examples=federation.task.train.at(rows)) for d in federation.data]
         federation.memory_bytes = dict.fromkeys((client.capacity for client in federation.clients), (0, None))
-        server, told, steady = federation.start(), list[float](), False
+        server, told, steady, kept = federation.start(), list[float](), False, 0
         while len(told) < most and not steady:
             server, record = federation.round(server)
             told.append((record["bytes_down"] + record["bytes_up"]) / max(1, record["clients"]))
+            kept = max(kept, record["client_kept"])
             alike = together and told[-1:] == told[-2:-1] and not hasattr(federation.method, "anchor_rounds")
             steady = not server.extra or alike  # a server that notes nothing can but send the same again
-        return told, steady, _held(federation, server)
+        return told, steady, kept
 
 
 def step_flops(model: nn.Module, inputs: Tensor) -> int:
@@ -186,25 +184,6 @@ def _quick(method: Method) -> Method:
     made.local = Local("sgd", steps=1, batch_size=EXAMPLES)
     made.train = shaken
     return method
-
-
-def _held(federation: Federation, server: Server) -> int:
-    """Count what a client holds besides its model: its memory, and the download if it sends a difference to it.
-
-    The kept state of an optimiser is a part of the training step already.
-    """
-    kept = 0
-    for client in federation.clients:
-        memory = federation.memories.get(client.id, {})
-        own = sum(tensor.nbytes for name, tensor in memory.items() if not name.startswith("optimiser."))
-        method, difference = federation.method, federation.channel.wire.up != "float32"
-        if isinstance(method, FullModel) and method.uploads == "weights":
-            difference = difference or not any(name.startswith(KEPT) for name in memory)
-        if difference and memory.keys() == federation.memories.get(client.id, {}).keys():
-            _, _, received = Round(method, server, federation.channel).post(client)
-            own += sum(tensor.nbytes for tensor in received.state.values())
-        kept = max(kept, own)
-    return kept
 
 
 def check_kind(kind: str) -> None:

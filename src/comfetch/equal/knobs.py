@@ -43,11 +43,17 @@ class Knob:
     options: tuple[str, ...] = ()
     ratio: float | None = None
 
+    def size(self, place: int) -> float:
+        """Return how large clients are at a place, in units of their own."""
+        return self.settings[place] if self.options else 1 / self.settings[place]
+
     def set(self, experiment: Experiment, setting: float) -> Experiment:
         """Return the experiment at a setting."""
         own = read_method_options(experiment.method_options or "")
         if self.options:
-            return dataclasses.replace(experiment, method_options=_written({**own, **dict.fromkeys(self.options, setting)}))
+            return dataclasses.replace(
+                experiment, method_options=_written({**own, **dict.fromkeys(self.options, setting)})
+            )
         own.pop("compression", None)
         if self.ratio is not None:
             own["fraction"] = min(1.0, float(f"{self.ratio / setting:.3g}"))

@@ -1,5 +1,6 @@
 """A client's side on Flower: build the small model from a message, train it, and answer."""
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from torch import nn
 
 from comfetch import methods
 from comfetch.capacity import parse_capacities
-from comfetch.driver import Channel, train_client
+from comfetch.driver import Channel, kept_bytes, train_client
 from comfetch.errors import ComfetchError, MismatchError
 from comfetch.flower.messages import (
     CONFIG,
@@ -73,14 +74,19 @@ def client_model(build: Build, msg: Message, method: Method | None = None, memor
 def method_of(text: dict[str, str]) -> Method:
     """Make the method that a download belongs to, of its text."""
     try:
-        capacities = parse_capacities(text["capacities"]) if "capacities" in text else None
-        sketch = json.loads(text["sketch"])
-        compression = sketch.pop("compression")
-        return methods.Comfetch(compression, int(text["key"], 16), sketch=sketch, capacities=capacities)
+        return _comfetch(text["key"], text["sketch"], text.get("capacities"))
     except (KeyError, ValueError, TypeError) as error:
         raise MismatchError(
             "This message is not Comfetch's. Give client_model the method that the server runs, too."
         ) from error
+
+
+@functools.lru_cache(maxsize=8)
+def _comfetch(key: str, sketch: str, capacities: str | None) -> Method:
+    """Make Comfetch once for all messages of a process: it plans a model once."""
+    settings = json.loads(sketch)
+    compression, classes = settings.pop("compression"), None if capacities is None else parse_capacities(capacities)
+    return methods.Comfetch(compression, int(key, 16), sketch=settings, capacities=classes)
 
 
 def client_of(msg: Message) -> Client:
@@ -121,6 +127,7 @@ def client_app(site: Callable[[Context], Site], mods: list[Mod] | None = None) -
             metrics |= {"memory": measured, **({} if predicted is None else {"memory-predicted": predicted})}
         received, seed = unpack(to_message(msg.content)), int.from_bytes(asked["seed"], "big")
         trained, packed = train_client(here.method, here.channel, model, here.data, received, memory, seed)
+        metrics["kept"] = kept_bytes(here.method, here.channel, received, memory)
         if (loss := here.channel.told(trained.loss)) is not None:
             metrics["loss"] = loss
         _keep(context, memory)

@@ -69,7 +69,7 @@ class Nodes:
             if len(found) < self.least and now - told > TELL:
                 told = now
                 log(INFO, "Waiting for nodes: %d of %d are there%s; giving up in %.0f s.", len(found), self.least,
-                    f", {len(asked)} more are asked who they are" if asked else "",
+                    f" ({len(asked)} connected, asked who they are)" if asked else "",
                     max(0.0, self.wait - (now - began)))  # fmt: skip
             time.sleep(pause)
             pause = min(1.2 * pause, 0.5)

@@ -1,10 +1,11 @@
 """Flower as a second driver: a strategy that runs any method, round by round, over a grid of nodes."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -20,7 +21,7 @@ from comfetch.accounting import epsilon
 from comfetch.capacity import format_capacities
 from comfetch.driver import Channel, Record, Round, check_channel, sample, train_seed
 from comfetch.errors import OptionError, UploadError
-from comfetch.flower.messages import METRICS, to_arrays, to_content, to_message, to_state
+from comfetch.flower.messages import CONFIG, METRICS, to_arrays, to_config, to_content, to_message, to_state
 from comfetch.flower.nodes import Nodes, exchange
 from comfetch.footprint import format_bytes, meta_model
 from comfetch.methods.base import Build, Client, Method, Server
@@ -79,7 +80,7 @@ class Strategy(flower.Strategy):
         self._round: Round | None = None
         self._posted: list[tuple[Client, Message]] = []
         self._measured: dict[int, tuple[int, int | None]] = {}
-        self._idle = 0
+        self._idle = self._kept = 0
         self.bytes_evaluation = 0
 
     def summary(self) -> None:
@@ -154,6 +155,7 @@ class Strategy(flower.Strategy):
         peaks = [measured for measured, _ in self._measured.values()]
         predicted = [p for _, p in self._measured.values() if p is not None]
         record |= {"client_memory": max(peaks, default=0), "client_memory_predicted": max(predicted, default=None)}
+        record["client_kept"] = self._kept
         return self.server, record
 
     def _skip(self, server: Server) -> tuple[Server, Record]:
@@ -178,11 +180,9 @@ class Strategy(flower.Strategy):
         present = self.nodes.present(grid)
         nodes = {client.id: node for node, client in present.items()}
         chosen = sample(self.method.key, self._server.round, present.values(), self.fraction_train)
-        self._round = Round(self.method, self._server, self.channel, chosen)
-        self._posted = [
-            (client, self._message(self._round, client, nodes[client.id], MessageType.TRAIN, config, server_round))
-            for client in chosen
-        ]
+        self._round, self._kept = Round(self.method, self._server, self.channel, chosen), 0
+        messages = self._messages(self._round, chosen, nodes, MessageType.TRAIN, config, server_round)
+        self._posted = list(zip(chosen, messages, strict=True))
         log(INFO, "configure_train: %d of %d nodes", len(chosen), len(present))
         return [message for _, message in self._posted]
 
@@ -205,10 +205,8 @@ class Strategy(flower.Strategy):
         present = self.nodes.present(grid)
         nodes = {client.id: node for node, client in present.items()}
         post = Round(self.method, self._server, self.channel)
-        messages = [
-            self._message(post, client, nodes[client.id], MessageType.EVALUATE, config, server_round)
-            for client in sample(self.method.key, self._server.round, present.values(), self.fraction_evaluate)
-        ]
+        chosen = sample(self.method.key, self._server.round, present.values(), self.fraction_evaluate)
+        messages = self._messages(post, chosen, nodes, MessageType.EVALUATE, config, server_round)
         self.bytes_evaluation = post.bytes_down
         return messages
 
@@ -257,15 +255,22 @@ class Strategy(flower.Strategy):
             log(INFO, "Going on after round %d.", self.server.round)
         return [] if self.out is None else records.cut_rounds(self.out, self.server.round)
 
-    def _message(
-        self, post: Round, client: Client, node: int, kind: str, config: ConfigRecord, server_round: int
-    ) -> Message:
-        _, packed, _ = post.post(client)
-        content = to_content(
-            packed, {**config, "server-round": server_round}, client=client.id, measure=client.id not in self._measured,
-            seed=train_seed(self.seed, self._server.round, client).to_bytes(8, "big"),
-        )  # fmt: skip
-        return Message(RecordDict(content), node, kind, ttl=self.timeout)
+    def _messages(
+        self, post: Round, clients: list[Client], nodes: dict[int, int], kind: str, config: ConfigRecord,
+        server_round: int,
+    ) -> list[Message]:  # fmt: skip
+        """Write to clients. All of one audience share their arrays: the server holds them once."""
+        shared: dict[Hashable, dict[str, Any]] = {}
+        messages = []
+        for client in clients:
+            audience, packed, _ = post.post(client)
+            if audience not in shared:
+                shared[audience] = to_content(packed, {**config, "server-round": server_round})
+            seed = train_seed(self.seed, self._server.round, client).to_bytes(8, "big")
+            own = to_config({"client": client.id, "measure": client.id not in self._measured, "seed": seed})
+            content = {**shared[audience], CONFIG: ConfigRecord({**shared[audience][CONFIG], **own})}
+            messages.append(Message(RecordDict(content), nodes[client.id], kind, ttl=self.timeout))
+        return messages
 
     def _take(self, replies: list[Message | None]) -> None:
         """Take replies in the order of the clients, so that sums do not depend on who was first."""
@@ -297,6 +302,7 @@ class Strategy(flower.Strategy):
             return
         known = replace(client, examples=claimed)
         loss = next((metrics[name] for name in LOSSES if name in metrics), None)
+        self._kept = max(self._kept, int(metrics.get("kept", 0)))
         if "memory" in metrics:
             predicted = metrics.get("memory-predicted")
             self._measured[client.id] = int(metrics["memory"]), None if predicted is None else int(predicted)

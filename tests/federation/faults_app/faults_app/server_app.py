@@ -1,0 +1,5 @@
+"""The server of any experiment, unchanged."""
+
+from comfetch.flower import server_app
+
+app = server_app()
