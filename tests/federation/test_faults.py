@@ -16,14 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import Message, RecordDict
-from flwr.supercore.task_identity import TaskIdentity
 
 from comfetch.driver import Round, train_client, train_seed
-from comfetch.errors import RunError
 from comfetch.experiment import Experiment
-from comfetch.flower.messages import to_config
-from comfetch.flower.nodes import Nodes
 from comfetch.methods import Server
 from comfetch.records import load_checkpoint
 from comfetch.simulation import Federation, make_federation
@@ -297,69 +292,3 @@ def test_too_few_nodes_are_waited_for_and_then_the_run_fails_and_says_what_to_do
     told = "Only 2 of at least 3 nodes are there after 8 seconds. Start more SuperNodes, or lower the minimum"
     assert told in run.text and told in run.facts["status-details"]
     game.check(ALL)  # what was done is there, to be resumed
-
-
-class Pretence:
-    """A grid whose nodes are in this process: {node: client}; one that is None never answers."""
-
-    def __init__(self, nodes: dict[int, int | None]) -> None:
-        self.nodes = nodes
-        self.posted: list[Message] = []
-
-    def get_node_ids(self) -> list[int]:
-        return list(self.nodes)
-
-    def push_messages(self, messages: list[Message]) -> list[str]:
-        for number, message in enumerate(messages, len(self.posted)):
-            message.metadata.__dict__["_message_id"] = f"message {number}"
-        self.posted += messages
-        return [message.metadata.message_id for message in messages]
-
-    def pull_messages(self, ids: list[str]) -> list[Message]:
-        asked = [message for message in self.posted if message.metadata.message_id in ids]
-        answers = [(message, self.nodes.get(message.metadata.dst_node_id)) for message in asked]
-        return [
-            Message(RecordDict({"config": to_config({"client": client, "examples": 8})}), reply_to=message)
-            for message, client in answers if client is not None
-        ]  # fmt: skip
-
-
-@pytest.fixture
-def in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let messages be made here: Flower knows of a run only in the processes that it starts."""
-    for name in ("_run_id", "_node_id", "_task_id"):
-        monkeypatch.setattr(TaskIdentity, name, 1)
-    monkeypatch.setattr("comfetch.flower.nodes.ASKING", 1.0)
-
-
-def who(nodes: Nodes, grid: Pretence) -> dict[int, int]:
-    return {node: client.id for node, client in nodes.present(grid).items()}  # type: ignore[arg-type]
-
-
-@pytest.mark.usefixtures("in_a_run")
-def test_a_node_that_is_back_before_it_is_missed_takes_part_when_the_old_one_is_gone() -> None:
-    grid, nodes = Pretence({11: 0, 12: 1}), Nodes(least=2)
-    assert who(nodes, grid) == {11: 0, 12: 1}
-    grid.nodes[13] = 1  # killed, and started again with a new id: the SuperLink still counts on the old one
-    assert who(nodes, grid) == {11: 0, 12: 1}
-    assert "it says that it is client 1, as node 12 does, which is there, too" in nodes.refused[13]
-    del grid.nodes[12]
-    assert who(nodes, grid) == {11: 0, 13: 1}
-
-
-@pytest.mark.usefixtures("in_a_run")
-def test_a_node_that_does_not_say_who_it_is_holds_up_one_round_and_no_more() -> None:
-    grid, nodes = Pretence({11: 0, 12: None}), Nodes(least=1)
-    assert who(nodes, grid) == {11: 0}
-    began = time.monotonic()
-    assert who(nodes, grid) == {11: 0}
-    assert time.monotonic() - began < 0.9
-    grid.nodes[12] = 1  # done with what has kept it busy
-    until(lambda: who(nodes, grid) == {11: 0, 12: 1}, "the second node")
-
-
-@pytest.mark.usefixtures("in_a_run")
-def test_nodes_that_do_not_answer_are_told_from_those_that_are_not_there() -> None:
-    told = "Only 1 of at least 3 nodes are there after 0.7 seconds. Connected, but do not answer: 1. Start more"
-    with pytest.raises(RunError, match=told):
-        Nodes(least=3, wait=0.7).present(Pretence({11: 0, 12: None}))  # type: ignore[arg-type]

@@ -148,7 +148,7 @@ def change(message: Message, name: str, tensor=None, text=None) -> Message:
 )
 def test_an_upload_that_is_no_answer_is_refused_and_named(spoil, complaint):
     method = comfetch()
-    server, message, answers = uploads(method)
+    _, message, answers = uploads(method)
     check_upload(answers[0], message, method.expected(message))
     with pytest.raises(UploadError, match=f"client 5: .*{complaint}"):
         check_upload(Upload(Client(5, 10), spoil(answers[0].message)), message, method.expected(message))

@@ -1,11 +1,10 @@
 """The server: as in Flower's template, but for the two lines marked."""
 
 import torch
-from comfetch.flower import Strategy  # <- instead of: from flwr.serverapp.strategy import FedAvg
-from comfetch.methods import Comfetch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
+import comfetch.flower  # <- instead of: from flwr.serverapp.strategy import FedAvg
 from flower_app.task import Net
 
 app = ServerApp()
@@ -16,8 +15,8 @@ def main(grid: Grid, context: Context) -> None:
     """Run the federation, and save the server's full model."""
     config = context.run_config
     arrays = ArrayRecord(Net().state_dict())
-    strategy = Strategy(  # <- instead of: FedAvg(fraction_train=...)
-        Comfetch(compression=10), Net, fraction_train=config["fraction-train"], min_nodes=config["min-nodes"],
+    strategy = comfetch.flower.Strategy(  # <- instead of: FedAvg(fraction_train=...)
+        comfetch.methods.Comfetch(compression=10), Net, fraction_train=config["fraction-train"], min_nodes=config["min-nodes"],
         out=config["out"] or None, resume=config["resume"],
     )  # fmt: skip
     result = strategy.start(

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 from flwr.app import Message, MessageType, RecordDict
 from flwr.common import log
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from comfetch.api import parse_bytes
@@ -23,6 +22,8 @@ ASKING = 120.0
 """Seconds that a node has to say who it is; then it is asked again, but rounds begin without it."""
 TELL = 10.0
 """Seconds between messages about what is being waited for."""
+UNASKED = "No query function registered"
+"""What Flower says for an app that knows nothing of our question."""
 Predict = Callable[[float | None], int]
 """Predict the bytes of a training step in a class."""
 
@@ -46,7 +47,7 @@ class Nodes:
     clients: dict[int, Client] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
     asked: dict[int, tuple[str, float]] = field(default_factory=dict)  # {node: (message, when it expires)}
-    silent: set[int] = field(default_factory=set)  # let a question expire: asked again, but not waited for
+    silent: dict[int, str] = field(default_factory=dict)  # {node: why}: asked again, but rounds begin without them
     here: set[int] = field(default_factory=set)
 
     def present(self, grid: Grid) -> dict[int, Client]:
@@ -56,15 +57,15 @@ class Nodes:
             self._look(grid)
             self._ask(grid)
             found = {node: client for node, client in self.clients.items() if node in self.here}
-            asked, now = self.asked.keys() - self.silent, time.monotonic()
+            asked, now = self.asked.keys() - self.silent.keys(), time.monotonic()
             if len(found) >= self.least and not asked:
                 return found
             if now - began > self.wait and not asked:
-                refused = "".join(f" Refused: {why}" for why in self.refused.values())
-                silent = f" Connected, but do not answer: {len(self.silent)}." if self.silent else ""
+                why = [*(f" Refused: {why}" for why in self.refused.values()),
+                       *(f" Not heard: node {node}: {why}" for node, why in self.silent.items())]  # fmt: skip
                 raise RunError(
-                    f"Only {len(found)} of at least {self.least} nodes are there after {self.wait:g} seconds.{refused}"
-                    f"{silent} Start more SuperNodes, or lower the minimum; what was done is saved."
+                    f"Only {len(found)} of at least {self.least} nodes are there after {self.wait:g} seconds."
+                    f"{''.join(why)} Start more SuperNodes, or lower the minimum; what was done is saved."
                 )
             if len(found) < self.least and now - told > TELL:
                 told = now
@@ -78,7 +79,7 @@ class Nodes:
         """See who is there, and forget what was between us and nodes that have left, but for who they are."""
         before, self.here = self.here, set(grid.get_node_ids())
         self.asked = {node: question for node, question in self.asked.items() if node in self.here}
-        self.silent &= self.here
+        self.silent = {node: why for node, why in self.silent.items() if node in self.here}
         if before - self.here:  # those who were refused are asked again: one may be the node that left, come back
             self.refused = {}
 
@@ -94,20 +95,21 @@ class Nodes:
             sent = grid.push_messages([Message(content, node, MessageType.QUERY, ttl=ASKING) for node in new])
             self.asked |= {node: (message, now + ASKING) for node, message in zip(new, sent, strict=False)}
         waiting = {message: node for node, (message, _) in self.asked.items() if message}
-        for reply in grid.pull_messages(list(waiting)) if waiting else ():
+        for reply in _pull(grid, list(waiting)) if waiting else ():
             self._hear(waiting[reply.metadata.reply_to_message_id], reply)
         for node in [node for node, (_, end) in self.asked.items() if end < now]:
             del self.asked[node]
-            self.silent.add(node)
+            self.silent.setdefault(node, f"no answer within {ASKING:g} seconds.")
 
     def _hear(self, node: int, reply: Message) -> None:
         """Take what a node says of itself."""
-        if reply.has_error() and reply.error.code != ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
+        if reply.has_error() and UNASKED not in str(reply.error.reason):
+            log(WARNING, "Node %d could not say who it is: %s", node, reason(reply))
+            self.silent[node] = reason(reply)
             self.asked[node] = "", self.asked[node][1]  # asked again when that question would have expired
-            self.silent.add(node)
             return
         del self.asked[node]
-        self.silent.discard(node)
+        self.silent.pop(node, None)
         told = read_config(reply.content) if reply.has_content() else {}
         try:
             self.clients[node] = self._admit(node, told)
@@ -163,11 +165,11 @@ def exchange(grid: Grid, messages: list[Message], timeout: float) -> list[Messag
     """
     ids = list(grid.push_messages(messages)) if messages else []
     replies: dict[str, Message] = {}
-    end, pause = time.monotonic() + timeout, 0.05
-    while (waiting := [i for i in ids if i and i not in replies]) and time.monotonic() < end:
+    began = time.monotonic()
+    while (waiting := [i for i in ids if i and i not in replies]) and (waited := time.monotonic() - began) < timeout:
         replies |= {reply.metadata.reply_to_message_id: reply for reply in _pull(grid, waiting)}
-        time.sleep(pause if len(replies) < len(ids) else 0)
-        pause = min(1.2 * pause, 0.5)
+        if len(replies) < len(ids):  # what this adds to a round is at most a twentieth of it
+            time.sleep(min(max(0.05, waited / 20), 0.5))
     return [replies.get(i) if i else None for i in [*ids, *[""] * (len(messages) - len(ids))]]
 
 
@@ -180,3 +182,9 @@ def _pull(grid: Grid, waiting: list[str]) -> Iterable[Message]:
             raise
         log(WARNING, "The SuperLink could not say whether there are replies: %s. It is asked again.", error)
         return []
+
+
+def reason(reply: Message) -> str:
+    """Write why a node could not answer, in one line: of a traceback, its end."""
+    lines = [line.strip() for line in str(reply.error.reason or f"error {reply.error.code}").splitlines()]
+    return " ".join(line for line in lines if line)[-500:]

@@ -22,7 +22,7 @@ from comfetch.capacity import format_capacities
 from comfetch.driver import Channel, Record, Round, check_channel, sample, train_seed
 from comfetch.errors import OptionError, UploadError
 from comfetch.flower.messages import CONFIG, METRICS, to_arrays, to_config, to_content, to_message, to_state
-from comfetch.flower.nodes import Nodes, exchange
+from comfetch.flower.nodes import Nodes, exchange, reason
 from comfetch.footprint import format_bytes, meta_model
 from comfetch.methods.base import Build, Client, Method, Server
 
@@ -280,7 +280,7 @@ class Strategy(flower.Strategy):
             if reply is None or _is_over(posted, reply):
                 self._round.refuse(f"client {client.id} (node {node}): no answer within {self.timeout:g} seconds.")
             elif reply.has_error():
-                self._round.refuse(f"client {client.id} (node {node}): {_reason(reply)}")
+                self._round.refuse(f"client {client.id} (node {node}): {reason(reply)}")
             else:
                 self._take_one(client, node, reply, posted)
 
@@ -332,7 +332,7 @@ def tell(record: Record) -> str:
 def _read_metrics(reply: Message) -> dict[str, float]:
     """Read the finite numbers of a reply's metrics."""
     if not reply.has_content():
-        raise UploadError(_reason(reply))
+        raise UploadError(reason(reply))
     found = reply.content.get(METRICS, MetricRecord())
     if not isinstance(found, MetricRecord):
         raise UploadError(f"{METRICS} is a {type(found).__name__}, not a MetricRecord.")
@@ -347,12 +347,6 @@ def _is_over(posted: Message, reply: Message) -> bool:
     """Tell whether Flower says that there is no answer since the message has expired, a moment before we give it up."""
     over = posted.metadata.created_at + posted.metadata.ttl <= time.time()
     return over and reply.has_error() and reply.error.code in EXPIRED
-
-
-def _reason(reply: Message) -> str:
-    """Write why a node could not answer, in one line."""
-    lines = [line.strip() for line in str(reply.error.reason or f"error {reply.error.code}").splitlines()]
-    return " ".join(line for line in lines if line)[:500]
 
 
 def _metrics(record: Record) -> MetricRecord:
