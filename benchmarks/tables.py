@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import driver, layers
+from benchmarks import driver, layers, result_tables
+from benchmarks.result_tables import markdown
 from comfetch.footprint import format_bytes
 from comfetch.records import read_options, read_rounds
 
@@ -19,12 +20,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 PLACE = re.compile(r"(<!-- table (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 PAPER = {10: 54.1, 4: 60.7}
 """Compression -> best accuracy so far at round 10 in the authors' logs (CIFAR-10, IID, 10 clients; mean of 3 seeds)."""
-
-
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    """Lay out a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def demo() -> str:
@@ -77,7 +72,13 @@ def driver_times() -> str:
     return driver.table(json.loads(driver.RESULTS.read_text())["rows"]) + "\n"
 
 
-TABLES: dict[str, Callable[[], str]] = {"demo": demo, "cifar": cifar, "layers": layer_times, "driver": driver_times}
+TABLES: dict[str, Callable[[], str]] = {
+    "demo": demo,
+    "cifar": cifar,
+    "layers": layer_times,
+    "driver": driver_times,
+    **result_tables.TABLES,
+}
 
 
 def renewed(text: str) -> str:

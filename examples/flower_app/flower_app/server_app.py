@@ -16,8 +16,8 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     arrays = ArrayRecord(Net().state_dict())
     strategy = comfetch.flower.Strategy(  # <- instead of: FedAvg(fraction_train=...)
-        comfetch.methods.Comfetch(compression=10), Net, fraction_train=config["fraction-train"], min_nodes=config["min-nodes"],
-        out=config["out"] or None, resume=config["resume"],
+        comfetch.methods.Comfetch(compression=10), Net, fraction_train=config["fraction-train"],
+        min_nodes=config["min-nodes"], out=config["out"] or None, resume=config["resume"],
     )  # fmt: skip
     result = strategy.start(
         grid=grid,
