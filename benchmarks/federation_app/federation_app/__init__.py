@@ -1,0 +1,1 @@
+"""A Flower app that runs one model under several strategies."""
