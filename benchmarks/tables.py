@@ -8,16 +8,17 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from benchmarks import driver, layers, result_tables
+from benchmarks import driver, federation, layers, result_tables
 from benchmarks.result_tables import markdown
 from comfetch.footprint import format_bytes
 from comfetch.records import read_options, read_rounds
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PLACE = re.compile(r"(<!-- table (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- table ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 PAPER = {10: 54.1, 4: 60.7}
 """Compression -> best accuracy so far at round 10 in the authors' logs (CIFAR-10, IID, 10 clients; mean of 3 seeds)."""
 
@@ -77,6 +78,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cifar": cifar,
     "layers": layer_times,
     "driver": driver_times,
+    **{f"federation-{part}": partial(lambda part: federation.tables()[part], part) for part in federation.PARTS},
     **result_tables.TABLES,
 }
 

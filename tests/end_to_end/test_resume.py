@@ -119,11 +119,14 @@ def test_a_killed_command_goes_on_bit_for_bit(uninterrupted: Path, tmp_path: Pat
 
 
 def test_ctrl_c_says_how_to_go_on_and_that_works(uninterrupted: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "a run"
-    process = start("run", *OPTIONS, "--out", folder)
-    wait_for(lambda: len(rounds(folder)) >= 2)
-    process.send_signal(signal.SIGINT)
-    result = finish(process)
+    for attempt in range(5):  # on a busy machine a run may be over before the signal reaches it
+        folder = tmp_path / f"run {attempt}"
+        process = start("run", *OPTIONS, "--out", folder)
+        wait_for(lambda folder=folder: len(rounds(folder)) >= 1)
+        process.send_signal(signal.SIGINT)
+        result = finish(process)
+        if result.code != 0:
+            break
     assert result.code == 130 and result.err.count("\n") == 1
     told = re.fullmatch(
         r"comfetch: interrupted after round \d, which is saved. Go on with: comfetch (.*)\n", result.err
