@@ -46,11 +46,11 @@ from comfetch.transforms import chain, error_feedback, momentum, scale, top_k
 RESULTS = Path(__file__).parent / "results" / "theory"
 SIZE, COMPRESSION = 256, 8
 EXAMPLES, CLIENTS, BATCH = 1024, 2, 8
-ROUNDS = (10, 30, 100, 300, 1000, 3000)
+ROUNDS = (10, 30, 100, 300, 1000, 3000, 10000)
 SEEDS = (0, 1, 2)
 MOMENTUM, KEPT = 0.9, 0.1
 SCALES = ("count", "isometric")
-FITTED = 100
+FITTED = 1000
 """The slope is fitted from this T on: in shorter runs the start shows."""
 
 WIDTH, DEPTHS, INPUTS, KEYS = 64, tuple(range(1, 9)), 64, 20

@@ -46,9 +46,7 @@ def rate(rows: Rows) -> Figure:
             x = sorted({row["rounds"] for row in rows})
             guide = [1.6 * (t / x[0]) ** -0.5 for t in x]
             axes.plot(x, guide, color=INK, lw=1.2, ls=":")
-            axes.annotate(
-                r"$\propto 1/\sqrt{T}$", (x[-1], guide[-1]), (0, 5), textcoords="offset points", ha="right", fontsize=10
-            )
+            axes.annotate(r"$\propto 1/\sqrt{T}$", (x[0], guide[0]), (14, -4), textcoords="offset points", fontsize=11)
             axes.set(xscale="log", yscale="log", title=name, xlabel="rounds T of the run")
         panels[0].set_ylabel(r"$\Vert\nabla\tilde f\,\Vert^2$, 1 at the start")
         _legend(figure, panels[0], 2)
