@@ -37,6 +37,7 @@ def test_a_folder_with_other_keys_is_refused(tmp_path: Path) -> None:
         Loopback(tmp_path).__enter__()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_survives_the_script_when_it_is_interrupted(
     number: signal.Signals, tmp_path: Path, plain_app: Path
