@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -37,11 +38,16 @@ def comfetch(*arguments: str | Path) -> Result:
     return Result(code, out.getvalue(), err.getvalue())
 
 
+def heed_interrupts() -> None:
+    """Heed Ctrl-C, which jobs in the background of a shell are started to ignore."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(*arguments: str | Path, code: str = MAIN, **options: Any) -> "subprocess.Popen[str]":
     """Start a command as a process of its own."""
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, **options,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=heed_interrupts, **options,
     )  # fmt: skip
 
 
