@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,13 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def start(*arguments: str | Path, code: str = MAIN, **options: Any) -> "subprocess.Popen[str]":
-    """Start a command as a process of its own."""
+def start(
+    *arguments: str | Path, code: str = MAIN, before: Callable[[], None] = heed_interrupts, **options: Any
+) -> "subprocess.Popen[str]":
+    """Start a command as a process of its own; `before` runs there first."""
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=heed_interrupts, **options,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=before, **options,
     )  # fmt: skip
 
 

@@ -181,7 +181,7 @@ def test_a_full_disk_costs_nothing_that_was_saved() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
 
     arguments = ("run", "digits", *TINY, "--rounds", "2", "--out", "run", "--quiet", "--resume")
-    told = finish(start(*arguments, preexec_fn=small_disk)).told
+    told = finish(start(*arguments, before=small_disk)).told
     assert "checkpoint.safetensors: cannot be written" in told
     after = load_state("run/checkpoint.safetensors")
     assert before[1] == after[1] and all(after[0][name].equal(tensor) for name, tensor in before[0].items())

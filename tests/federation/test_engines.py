@@ -10,6 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from comfetch.experiment import Experiment
+from comfetch.footprint import meta_model
+from comfetch.methods import Client
+from comfetch.simulation import make_federation
 from examples.federation import Loopback
 from tests.end_to_end.commands import finish, start
 
@@ -64,12 +68,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loopback]:
-    """Start a SuperLink and a SuperNode for each client."""
+    """Start a SuperLink and a SuperNode for each client: memory for class 1, a byte less, a byte less than for 2."""
+    needed = [bytes_needed(capacity) for capacity in (1.0, 2.0)]
+    memories = [f"{needed[0]}B", f"{needed[0] - 1}B", f"{needed[1] - 1}B"]
     with Loopback(tmp_path_factory.mktemp("deployment")) as loopback:
-        for index in range(CLIENTS):
-            capacity = [1, 2, 8][index]
-            loopback.start_node(f"node-{index}", {"partition-id": index, "compression": capacity}, wait=False)
+        for index, memory in enumerate(memories):
+            loopback.start_node(f"node-{index}", {"partition-id": index, "memory": memory}, wait=False)
         yield loopback
+
+
+def bytes_needed(capacity: float) -> int:
+    """Predict the bytes of a training step in one of the mixed classes."""
+    experiment = Experiment.of(options("mixed classes"))
+    task, build = experiment.load()
+    method = experiment.make_method()
+    federation, client = make_federation(method, task, build, CLIENTS), Client(0, 1, capacity)
+    model = method.client_model(build, client, method.download(federation.start(), client))
+    return federation.predict(meta_model(model)).total
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
