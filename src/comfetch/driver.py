@@ -117,7 +117,7 @@ def train_client(
     if channel.privacy.where == "client":
         names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
         upload = channel.privacy.protect(upload, received, relative=new_values(method, upload, names))
-    return trained, pack_upload(upload, received, channel.wire, hashing.fold(seed, "wire"), memory, relative)
+    return trained, pack_upload(upload, received, channel.wire, seed, memory, relative)
 
 
 def kept_bytes(method: Method, channel: Channel, received: Message, memory: State) -> int:

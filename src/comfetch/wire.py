@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from comfetch import hashing
 from comfetch.errors import MismatchError, OptionError, UploadError
 from comfetch.methods.base import Message, State
 
@@ -126,7 +127,7 @@ def pack_upload(upload: Message, received: Message, wire: Wire, seed: int, memor
         kept = memory.pop(f"wire/{name}", None)
         if kept is not None and kept.shape == state[name].shape:
             state[name] = state[name] + kept.to(state[name])
-    packed = pack(Message(state, upload.text), wire.up, seed)
+    packed = pack(Message(state, upload.text), wire.up, hashing.fold(seed, "wire"))
     decoded = unpack(packed).state if lossy else {}
     for name in lossy:
         lost = state[name] - decoded[name]

@@ -129,14 +129,15 @@ class Game:
         member = self.federation.members[f"node-{client}"]
         until(lambda: len(sent.findall(member.said)) >= times, f"{times} answers of client {client}", self.run)
 
-    def stop_after_answer(self, client: int, times: int) -> None:
-        """Let a node leave that has sent so many updates, when the server has them: it looks every half second.
+    def stop_after_answer(self, client: int) -> None:
+        """Let a node leave when the server has its update and all others but one, in the first round.
 
         An answer that still lies on the SuperLink when its node leaves is lost: Flower asks first whether a node is
         online, and then whether it has answered.
         """
-        self.until_answered(client, times)
-        time.sleep(2 * pace())
+        assert self.run is not None
+        run, others = self.run, f"{CLIENTS - 1} of {CLIENTS} nodes have answered"
+        until(lambda: others in run.text, "all answers but one", run)
         self.federation.stop(f"node-{client}")
 
     def finish(self) -> Run:
@@ -240,7 +241,7 @@ def test_a_node_leaves_between_rounds_and_comes_back(game: Game) -> None:
     game.hold(0, 1)
     game.hold(0, 2)
     run = game.start(rounds=3, min_nodes=2)
-    game.stop_after_answer(2, 1)
+    game.stop_after_answer(2)
     game.release(0, 1)
     game.until_held(0, 2)
     new = game.federation.restart("node-2").node_id
@@ -283,7 +284,7 @@ def test_a_server_that_is_killed_in_mid_round_goes_on_where_it_was(game: Game) -
 def test_too_few_nodes_are_waited_for_and_then_the_run_fails_and_says_what_to_do(game: Game) -> None:
     game.hold(0, 1)
     run = game.start(rounds=2, min_nodes=3, wait=8.0)
-    game.stop_after_answer(2, 1)
+    game.stop_after_answer(2)
     game.release(0, 1)
     until(lambda: "Waiting for nodes: 2 of 3 are there; giving up in 8 s." in run.text, "a word about it", run)
     began = time.monotonic()

@@ -167,7 +167,10 @@ def exchange(grid: Grid, messages: list[Message], timeout: float) -> list[Messag
     replies: dict[str, Message] = {}
     began = time.monotonic()
     while (waiting := [i for i in ids if i and i not in replies]) and (waited := time.monotonic() - began) < timeout:
+        before = len(replies)
         replies |= {reply.metadata.reply_to_message_id: reply for reply in _pull(grid, waiting)}
+        if len(replies) > before:
+            log(INFO, "%d of %d nodes have answered.", len(replies), len(ids))
         if len(replies) < len(ids):  # what this adds to a round is at most a twentieth of it
             time.sleep(min(max(0.05, waited / 20), 0.5))
     return [replies.get(i) if i else None for i in [*ids, *[""] * (len(messages) - len(ids))]]

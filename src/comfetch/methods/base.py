@@ -56,7 +56,7 @@ class Message:
         norms = torch._foreach_norm([self.state[name].float() for name in names]) if names else []
         return dict(zip(names, torch.stack(list(norms)).tolist() if names else [], strict=True))
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the message as a safetensors file, computed without writing it."""
         layout = tuple((name, tensor.dtype, tensor.shape) for name, tensor in self.state.items())

@@ -94,9 +94,10 @@ def train_locally(model: nn.Module, data: LocalData, local: Local, memory: State
         optimiser.step()
     if local.keep_optimiser:
         _keep(optimiser, memory)
-    for parameter in model.parameters():
-        parameter.grad = None
-    return Trained(model.state_dict(), float(torch.stack(losses).mean()), len(losses))
+    for group in optimiser.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+    return Trained(model.state_dict(), math.fsum(map(float, losses)) / len(losses), len(losses))
 
 
 def one_gradient(model: nn.Module, data: LocalData, local: Local, seed: int) -> Trained:
