@@ -9,8 +9,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from comfetch import hashing
-from comfetch import wire
+from comfetch import hashing, wire
 from comfetch.errors import MismatchError, OptionError, UploadError
 from comfetch.methods.base import Message
 from comfetch.wire import FORMATS, STORED, Wire, pack, pack_upload, unpack, unpack_upload
