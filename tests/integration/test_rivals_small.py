@@ -202,6 +202,47 @@ def test_masked_loss_leaves_absent_classes_alone():
     assert changed.tolist() == [False, True, False, True, False]
 
 
+def test_rows_of_the_last_layer_are_averaged_over_those_who_have_the_class():
+    build = lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5))  # noqa: E731
+    labels = ([1, 3] * 6, [3, 4] * 9)
+    data = [Classification(torch.randn(len(held), 4), torch.tensor(held)) for held in labels]
+    method = HeteroFL(capacities=(1, 4), masked_loss=True, local=SGD)
+    assert not method.pools
+    server = method.start(build)
+    clients = [Client(0, 12, 1.0), Client(1, 18, 4.0)]
+    uploads = [take_part(method, server, build, c, d, {})[1] for c, d in zip(clients, data, strict=True)]
+    after = method.step(server, uploads).weights
+    for name in ("2.weight", "2.bias"):
+        total, held = np.zeros_like(server.weights[name]), np.zeros_like(server.weights[name])
+        for upload, has in zip(uploads, labels, strict=True):
+            part = upload.message.state[name].numpy()
+            for row in set(has):
+                where = (row, slice(part.shape[1])) if part.ndim > 1 else row
+                total[where] += upload.client.examples * part[row]
+                held[where] += upload.client.examples
+        wanted = np.where(held > 0, total / np.maximum(held, 1), server.weights[name].numpy())
+        np.testing.assert_allclose(after[name].numpy(), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [HeteroFL, FedRolex, FederatedDropout])
+def test_each_width_has_its_own_statistics_and_the_full_model_those_of_the_widest(make):
+    classes = (1.0, 16.0)
+    method = make(capacities=classes, local=SGD)
+    server = started(method)
+    clients = [Client(i, 12, classes[i % 2]) for i in range(4)]
+    uploads = [take_part(method, server, small_net, c, d, {})[1] for c, d in zip(clients, images(4), strict=True)]
+    after = method.step(server, uploads)
+    name = "4.running_var"
+    wide = (uploads[0].message.state[name] + uploads[2].message.state[name]) / 2
+    torch.testing.assert_close(after.weights[name], wide)
+    if make is HeteroFL:  # the others send other channels in the next round
+        torch.testing.assert_close(method.download(after, clients[0]).state[name], wide)
+        narrow = (uploads[1].message.state[name] + uploads[3].message.state[name]) / 2
+        torch.testing.assert_close(method.download(after, clients[1]).state[name], narrow)
+    again = method.step(after, [take_part(method, after, small_net, clients[1], images(2)[1], {})[1]])
+    torch.testing.assert_close(again.weights[name], wide)
+
+
 # Masks
 
 

@@ -19,14 +19,13 @@ class FedRolex(SubModel):
     In round t a layer of n channels keeps the window {(t + j) mod n : j < ⌈r · n⌉}, r = 1/√compression: it rolls by one
     channel a round, so all of the server's model is trained though no client could hold it. Layers of one size have the
     same window, so weights between channels farther apart than its width stay as they were drawn (the paper's rule).
-    Running statistics of batch norm are averaged like weights.
+    Running statistics of batch norm are averaged within each width, where the paper queries them after training.
     """
 
     down: ClassVar[str] = "a window of channels of every layer, rolling"
     up: ClassVar[str] = "the same window"
     rolls: ClassVar[bool] = True
     holds: ClassVar[str] = "narrow sub-model"
-    pools: ClassVar[bool] = True
 
     name: str = "fedrolex"
 
@@ -48,6 +47,7 @@ class FederatedDropout(SubModel):
     up: ClassVar[str] = "the same channels"
     rolls: ClassVar[bool] = True
     holds: ClassVar[str] = "narrow sub-model"
+    pools: ClassVar[bool] = False
 
     name: str = "fed-dropout"
 

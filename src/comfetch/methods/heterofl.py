@@ -19,16 +19,15 @@ class HeteroFL(SubModel):
     stay as they were drawn, so some clients should have the capacity 1; with one compression for all this is averaging
     of narrow nets, within a full one that is never trained.
 
-    It differs from the paper in its batch norm: running statistics are tracked and averaged like weights, since the
-    paper's query of statistics after training needs clients that hold the full model. So the scaler works in a
-    sub-model's evaluation, too. With `masked_loss`, rows of the classifier that a client's loss leaves alone are
-    averaged like all others.
+    It differs from the paper in its batch norm: running statistics are tracked, and averaged within each width, since
+    the paper's query of statistics after training needs clients that hold the full model. So the scaler works in a
+    sub-model's evaluation, too. The paper counts every client once in the average: `Averaging("uniform")`. With
+    `masked_loss`, the last layer is averaged by class, as in the authors' code.
     """
 
     down: ClassVar[str] = "first channels of every layer"
     up: ClassVar[str] = "first channels of every layer"
     holds: ClassVar[str] = "narrow sub-model"
-    pools: ClassVar[bool] = True
 
     name: str = "heterofl"
 

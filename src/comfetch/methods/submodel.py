@@ -13,13 +13,21 @@ from comfetch.hashing import check_key
 from comfetch.methods.averaging import Averaging
 from comfetch.methods.base import Build, Client, LocalData, Message, Server, State, Trained, Upload, start_server
 from comfetch.methods.local import Local, train_locally
+from comfetch.methods.once import part
 from comfetch.policy import check_compression
 from comfetch.widths import Index, Widths, add_at, cut, plan_widths, shrink_empty
+from comfetch.widths.axes import WEIGHTED
+
+CLASSES, STATISTICS = "classes/", "statistics/"
 
 
 @dataclass
 class SubModel:
     """Train narrow sub-models of one full model, and average each of its coordinates over the clients that hold it.
+
+    Running statistics of a channel depend on the width of the layers before it. So they are averaged over the clients
+    of one width alone, and each width gets its own back; the full model has those of the widest. If nobody holds all
+    of it, its own are not known: the accuracy of such a model with batch norm is too low.
 
     Args:
         compression: factor by which weights between hidden layers shrink: 1/√compression of the channels are kept.
@@ -27,7 +35,8 @@ class SubModel:
             client that states none is in the smallest.
         scaled: divide the outputs of hidden linear layers and convolutions by the part of channels that is kept, so
             that they are as large as in the full model (HeteroFL's scaler).
-        masked_loss: set the scores of classes that a client has no examples of to 0 in its loss.
+        masked_loss: set the scores of classes that a client has no examples of to 0 in its loss, and leave it out of
+            the average of their rows in the last layer. It tells the server which classes it has.
         local: how a client trains. averaging: weights of clients; its rule must be the mean.
         key: what random choices are drawn from.
     """
@@ -48,6 +57,11 @@ class SubModel:
         check_mean(self.averaging)
         self._cache: tuple[Build, Blueprint, Widths] | None = None
 
+    @property
+    def pools(self) -> bool:
+        """Say that a step needs the means of each width alone; with `masked_loss` it needs each client's classes."""
+        return not self.masked_loss
+
     def channels(self, channels: int, width: int, round: int, client: Client) -> Tensor:
         """Choose the channels of all layers that have so many."""
         raise NotImplementedError
@@ -62,9 +76,10 @@ class SubModel:
         return self._capacity(client)
 
     def download(self, server: Server, client: Client) -> Message:
-        """Send the client's part of the weights, and its width."""
+        """Send the client's part of the weights, with the statistics of its width, and its width."""
         index = self._index(server.round, client)
-        state = {name: cut(tensor, index.get(name, ())) for name, tensor in server.weights.items()}
+        weights = server.weights | part(server.extra, prefix(self._capacity(client)))
+        state = {name: cut(tensor, index.get(name, ())) for name, tensor in weights.items()}
         return Message(state, {"round": str(server.round), "width": repr(self._ratio(client))})
 
     def client_model(self, build: Build, client: Client, message: Message) -> nn.Module:
@@ -80,34 +95,45 @@ class SubModel:
         """Train as `local` says."""
         if self.masked_loss:
             data = OwnClasses(data, self.local.batch_size)
+            memory[CLASSES] = data.present
         return train_locally(model, data, self.local, memory, seed)
 
     def upload(self, received: Message, trained: Trained, memory: State) -> Message:
-        """Send the new weights of the sub-model."""
-        return Message({name: tensor.clone() for name, tensor in trained.state.items()}, received.text)
+        """Send the new weights of the sub-model, and with `masked_loss` which classes the client has."""
+        state = {name: tensor.clone() for name, tensor in trained.state.items()}
+        if self.masked_loss:
+            held = torch.zeros(len(state[self._last + ".weight"]), dtype=torch.bool)
+            held[memory.pop(CLASSES)] = True
+            state[CLASSES] = held
+        return Message(state, received.text)
 
     def expected(self, sent: Message) -> State:
-        """Expect what was sent."""
-        return sent.state
+        """Expect what was sent, and perhaps a bit for each class."""
+        if not self.masked_loss:
+            return sent.state
+        held = torch.empty(len(sent.state[self._last + ".weight"]), dtype=torch.bool, device="meta")
+        return {**sent.state, CLASSES: held}
 
     def step(self, server: Server, uploads: list[Upload]) -> Server:
         """W[i] ← Σ_k n_k W_k[i] / Σ_k n_k over the clients k that hold coordinate i; what nobody holds stays."""
         ordered = sorted(uploads, key=lambda upload: upload.client.id)
-        shares = list(zip(ordered, self.averaging.weights(uploads), strict=True))
-        groups: dict[Hashable, list[tuple[Upload, float]]] = {}
-        for upload, weight in shares:
-            groups.setdefault(self.audience(server, upload.client), []).append((upload, weight))
-        indices = {key: self._index(server.round, group[0][0].client) for key, group in groups.items()}
-        weights = dict(server.weights)
+        held: dict[Hashable, Holders] = {}
+        for upload, weight in zip(ordered, self.averaging.weights(uploads), strict=True):
+            audience = self.audience(server, upload.client)
+            if audience not in held:
+                held[audience] = Holders(self._capacity(upload.client), self._index(server.round, upload.client))
+            held[audience].parts.append((upload.message.state, weight))
+        weights, extra = dict(server.weights), dict(server.extra)
+        statistics = self._statistics()
         for name, old in server.weights.items():
-            if old.is_floating_point():
-                total, held = torch.zeros_like(old), torch.zeros_like(old)
-                for key, group in groups.items():
-                    small = sum(upload.message.state[name] * weight for upload, weight in group)
-                    add_at(total, indices[key].get(name, ()), small)
-                    add_at(held, indices[key].get(name, ()), sum(weight for _, weight in group))
-                weights[name] = torch.where(held > 0, total / held.clamp(min=1e-12), old)
-        return Server(weights, server.trained, server.round + 1)
+            if name in statistics:
+                for capacity in {holders.capacity for holders in held.values()}:
+                    own, alike = prefix(capacity) + name, [h for h in held.values() if h.capacity == capacity]
+                    extra[own] = average_held(name, extra.get(own, old), alike)
+            elif old.is_floating_point():
+                weights[name] = average_held(name, old, list(held.values()), self._last if self.masked_loss else None)
+        widest = min((float(name.split("/")[1]) for name in extra), default=1.0)
+        return Server(weights | part(extra, prefix(widest)), server.trained, server.round + 1, extra=extra)
 
     def _capacity(self, client: Client) -> float:
         return class_of(client, self.capacities, self.compression)
@@ -125,6 +151,51 @@ class SubModel:
             built = blueprint(build)
             self._cache = build, built, plan_widths(built.model)
         return self._cache[1:]
+
+    @property
+    def _model(self) -> nn.Module:
+        assert self._cache is not None, "start() or client_model() comes first"
+        return self._cache[1].model
+
+    @property
+    def _last(self) -> str:
+        """Name the last layer."""
+        return [name for name, layer in self._model.named_modules() if isinstance(layer, WEIGHTED)][-1]
+
+    def _statistics(self) -> set[str]:
+        """Name the buffers that are kept for each width; with one width there is nothing to tell apart."""
+        if len(self.capacities or ()) < 2:
+            return set()
+        return {name for name, buffer in self._model.named_buffers() if buffer.is_floating_point()}
+
+
+@dataclass
+class Holders:
+    """Clients of one width that hold the same coordinates: their states, and the weight of each."""
+
+    capacity: float
+    index: dict[str, Index]
+    parts: list[tuple[State, float]] = field(default_factory=list)
+
+
+def average_held(name: str, old: Tensor, groups: list[Holders], last: str | None = None) -> Tensor:
+    """Average one tensor over those who hold its coordinates; rows of the last layer over those who have the class."""
+    total, held = torch.zeros_like(old), torch.zeros_like(old)
+    by_class = last is not None and name.rpartition(".")[0] == last
+    for group in groups:
+        shares: list[Any] = [weight for _, weight in group.parts]
+        if by_class:
+            shape = (-1, *[1] * (old.ndim - 1))
+            shares = [weight * state[CLASSES].to(old.dtype).view(shape) for state, weight in group.parts]
+        parts = zip(group.parts, shares, strict=True)
+        add_at(total, group.index.get(name, ()), sum(share * state[name] for (state, _), share in parts))
+        add_at(held, group.index.get(name, ()), sum(shares))
+    return torch.where(held > 0, total / held.clamp(min=1e-12), old)
+
+
+def prefix(capacity: float) -> str:
+    """Return what names of the statistics of a width begin with in the server's notes."""
+    return f"{STATISTICS}{capacity!r}/"
 
 
 @dataclass(frozen=True)
