@@ -383,7 +383,7 @@ def test_docofl_equals_its_transcription(mode, plain):
 @pytest.mark.parametrize(
     "method",
     [
-        TrueTopK(1.0, 0.0, local=local("weights")), LocalTopK(1.0, local=local("weights")),
+        TrueTopK(1.0, local=local("weights")), LocalTopK(1.0, local=local("weights")),
         DoubleSqueeze("top_k", 1.0, local=local("weights")), EF21("top_k", 1.0, local=local("weights")),
         SketchedSGD(1, 1, 1.0, 1, local=local("weights")),
     ],
@@ -395,6 +395,14 @@ def test_what_compresses_nothing_equals_federated_averaging(method):
         theirs.round(present)
     weights = theirs.server.weights
     close(ours, np.concatenate([weights["weight"].numpy().ravel(), weights["bias"].numpy()]))
+
+
+@pytest.mark.parametrize("kind", [FetchSGD, TrueTopK])
+def test_momentum_is_that_of_the_paper_for_gradients_and_none_for_changes_by_local_training(kind):
+    for mode, momentum in (("gradient", 0.9), ("weights", 0.0)):
+        given = {"uploads": mode, "local": local(mode), "rate": 0.4}
+        assert np.array_equal(run(kind(**given)).theta(), run(kind(**given, momentum=momentum)).theta())
+        assert not np.allclose(run(kind(**given)).theta(), run(kind(**given, momentum=0.9 - momentum)).theta())
 
 
 class Odd(nn.Module):

@@ -17,7 +17,7 @@ from comfetch.methods.compressors import (
     scatter,
     table_length,
 )
-from comfetch.methods.flat import SEED, UPDATE
+from comfetch.methods.flat import SEED, UPDATE, server_momentum
 from comfetch.methods.replica import SparseChanges
 
 CLEARINGS = ("subtract", "zero")
@@ -34,8 +34,11 @@ class FetchSGD(SparseChanges):
 
     Args:
         compression: size of the model by size of the table. rows: independent rows of the table.
-        fraction: part of the coordinates that is applied in a round, k/d.
-        momentum: ρ. masked: set the cells of u to 0 that Δ touches (factor masking).
+        fraction: part of the coordinates that is applied in a round, k/d. The authors take below 0.01, over
+            many rounds; in few rounds of dense changes, as Adam makes them, most of a model never moves unless it is
+            much larger.
+        momentum: ρ; None is the paper's 0.9 for gradients, and 0 for changes by local training.
+        masked: set the cells of u to 0 that Δ touches (factor masking).
         clear: how Δ leaves the error: "subtract" its sketch, as above, or set to "zero" the cells that it touches, as
             the paper's experiments do; where k is large for the table, only the second is stable.
     """
@@ -46,7 +49,7 @@ class FetchSGD(SparseChanges):
     compression: float = 5
     rows: int = 5
     fraction: float = 0.05
-    momentum: float = 0.9
+    momentum: float | None = None
     masked: bool = True
     clear: str = "zero"
     name: str = field(default="fetchsgd", kw_only=True)
@@ -55,8 +58,7 @@ class FetchSGD(SparseChanges):
         super().__post_init__()
         check_sketch(self.compression, self.rows)
         TopK(self.fraction)
-        if not 0 <= self.momentum < 1:
-            raise OptionError(f"momentum={self.momentum!r} is not in [0, 1).")
+        self.rho = server_momentum(self.momentum, self.uploads)
         if self.clear not in CLEARINGS:
             raise OptionError(f"clear={self.clear!r} is not known. Choose one of: {', '.join(CLEARINGS)}.")
 
@@ -79,7 +81,7 @@ class FetchSGD(SparseChanges):
         """Add to momentum and error, apply the largest estimates, and clear them from both."""
         mean = self.averaging(uploads)
         table = mean.pop(UPDATE + "table")
-        u = self.momentum * server.extra.get("momentum", torch.zeros_like(table)) + table
+        u = self.rho * server.extra.get("momentum", torch.zeros_like(table)) + table
         e = server.extra.get("error", torch.zeros_like(table)) + self.rate * u
         estimate = self.sketcher.unsketch(e)
         index = largest(estimate, count(self.fraction, self.layout.size))

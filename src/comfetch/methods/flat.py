@@ -27,6 +27,7 @@ from comfetch.methods.compressors import Compressor
 from comfetch.methods.local import Local, one_gradient, train_locally
 
 UPLOADS = ("weights", "gradient")
+MOMENTUM = 0.9
 UPDATE, SEED = "update/", "seed"
 
 
@@ -197,6 +198,17 @@ class FullModel:
         """Return the server after W ← W − Δ, in its next round."""
         weights = self.layout.subtract({**server.weights, **statistics}, delta)
         return Server(weights, server.trained, server.round + 1, transforms, extra)
+
+
+def server_momentum(given: float | None, uploads: str) -> float:
+    """Return ρ as given; by default the papers' 0.9 for gradients, and 0 for changes by local training.
+
+    Such a change is a whole step. Momentum takes it up to 1 / (1 − ρ) times, and late, in a run of few rounds.
+    """
+    momentum = (MOMENTUM if uploads == "gradient" else 0.0) if given is None else given
+    if not 0 <= momentum < 1:
+        raise OptionError(f"momentum={momentum!r} is not in [0, 1).")
+    return momentum
 
 
 def generator(seed: int) -> torch.Generator:

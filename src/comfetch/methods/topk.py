@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from comfetch.methods.base import Message, Server, State, Trained, Upload
 from comfetch.methods.compressors import Compressor, Plain, TopK
-from comfetch.methods.flat import UPDATE
+from comfetch.methods.flat import UPDATE, server_momentum
 from comfetch.methods.replica import SparseChanges
 from comfetch.transforms import Transform, chain, error_feedback, momentum, scale, top_k
 
@@ -22,14 +22,15 @@ class TrueTopK(SparseChanges):
 
     Args:
         fraction: part of all coordinates that is applied in a round, k/d.
-        momentum: ρ. masked: set u to 0 where Δ ≠ 0 (factor masking).
+        momentum: ρ; None is the paper's 0.9 for gradients, and 0 for changes by local training.
+        masked: set u to 0 where Δ ≠ 0 (factor masking).
     """
 
     up: ClassVar[str] = "full update"
     holds: ClassVar[str] = "full weights"
 
     fraction: float = 0.05
-    momentum: float = 0.9
+    momentum: float | None = None
     masked: bool = True
     changes: bool = field(default=True, kw_only=True)
     name: str = field(default="true-top-k", kw_only=True)
@@ -37,8 +38,9 @@ class TrueTopK(SparseChanges):
     def __post_init__(self) -> None:
         super().__post_init__()
         TopK(self.fraction)
+        self.rho = server_momentum(self.momentum, self.uploads)
         self.server: Transform = chain(
-            momentum(self.momentum, self.masked), scale(self.rate), error_feedback(top_k(self.fraction, "global"))
+            momentum(self.rho, self.masked), scale(self.rate), error_feedback(top_k(self.fraction, "global"))
         )
 
     @property
@@ -81,14 +83,14 @@ class LocalTopK(TrueTopK):
     up: ClassVar[str] = "largest coordinates of the update, with their places"
     holds: ClassVar[str] = "full weights, and as many not yet sent"
 
-    momentum: float = 0.0
+    momentum: float | None = 0.0
     masked: bool = field(default=False, init=False)
     changes: bool = field(default=False, kw_only=True)
     name: str = field(default="local-top-k", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.server = chain(momentum(self.momentum, self.masked), scale(self.rate))
+        self.server = chain(momentum(self.rho, self.masked), scale(self.rate))
 
     @property
     def compressor(self) -> Compressor:
