@@ -317,7 +317,8 @@ def test_given_weights_are_masked_but_not_scaled():
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_low_rank_averaging_equals_its_transcription(decay):
+@pytest.mark.parametrize("scaled", [True, False])
+def test_low_rank_averaging_equals_its_transcription(decay, scaled):
     def build():
         torch.manual_seed(0)
         return nn.Linear(16, 12, bias=False).double()
@@ -331,9 +332,12 @@ def test_low_rank_averaging_equals_its_transcription(decay):
         for i in range(4)
     ]
     capacities = (1.5, 3.0)
-    method = LowRank(capacities=capacities, decay=decay, policy="all", local=SGD)
+    method = LowRank(capacities=capacities, decay=decay, scaled=scaled, policy="all", local=SGD)
     server = run(method, build, data, 4, capacities)
     w = build().weight.detach().numpy().copy()
+    if scaled:
+        u, s, v = np.linalg.svd(w, full_matrices=False)
+        w = u[:, :4] * s[:4] @ v[:4] * np.linalg.norm(s) / np.linalg.norm(s[:4])
     for _ in range(4):
         u, s, v = np.linalg.svd(w, full_matrices=False)
         ends = []
@@ -346,6 +350,17 @@ def test_low_rank_averaging_equals_its_transcription(decay):
             ends.append(out @ small)
         w = weighted_mean(ends, data)
     np.testing.assert_allclose(server.weights["weight"].numpy(), w, rtol=1e-8, atol=1e-10)
+
+
+def test_low_rank_clients_start_with_the_norm_of_the_full_weights_but_given_ones_are_left_alone():
+    method, full = LowRank(8, policy="all"), small_net().state_dict()
+    for fresh in (True, False):
+        server = method.start(small_net, full, fresh)
+        for name, plan in method._flat(8.0).items():
+            small, out = (method.download(server, Client(0, 1)).state[name + end] for end in ("_in", "_out"))
+            kept = float(plan.lift(small, out).norm() / full[name].norm())
+            assert abs(kept - 1) < 1e-4 if fresh else kept < 0.9
+            assert fresh or torch.equal(server.weights[name], full[name])
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (8, 6, 3, 3), (8, 6, 1, 5)])

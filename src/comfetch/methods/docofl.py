@@ -25,7 +25,9 @@ class DoCoFL(FullModel):
     rounds. A client downloads it once, with the first correction that it needs; the paper lets it come beforehand, when
     bandwidth is cheap, which saves time and no bytes. Clients hold the full model and the anchor, and nothing has to be
     caught up: who joins or was away gets the anchor. All are rounded at random to a few levels, where the paper has an
-    entropy-coded and a rotated quantiser. g is the change by local training, unless `uploads` asks for one gradient.
+    entropy-coded and a rotated quantiser; all clients of a round get the same correction; and there is one anchor at a
+    time, where the paper keeps some older ones for clients that have those. g is the change by local training, unless
+    `uploads` asks for one gradient.
 
     Args:
         anchor_rounds: rounds for which an anchor is kept.

@@ -45,7 +45,9 @@ class FLoCoRA:
     variance 2 / inputs whatever the model.
 
     Args:
-        rank: of the adapters. scale: their factor, α / rank in the paper, which takes 16.
+        rank: of the adapters.
+        scale: their factor, α / rank in the paper, which takes 16 with SGD. Adam's steps do not depend on it, so with
+            Adam it multiplies the learning rate of the adapters, and of nothing else.
         quantised: send int8, one affine scale for each row; or float32.
         policy: which layers are frozen, as for sketching; "paper" is all but the final linear layer.
         local: how a client trains. averaging: how uploads become one. key: what W₀ and A are drawn from.

@@ -25,12 +25,16 @@ class LowRank:
     Each round the server truncates the singular values of every W, U = P √S and V = √S Qᵀ; it averages the products
     U V of its clients in full space, so these may have different ranks. A k × k convolution becomes one of k × 1, with
     rank channels, and one of 1 × k. Recurrent layers multiply the factors out, since torch's kernels take full weights.
-    It does not compress what the policy leaves full, nor the rank of the server's own W.
+    It does not compress what the policy leaves full, nor the rank of the server's own W. FedHM can also give clients of
+    higher rank more weight in the average, and put a norm between the factors; here is neither.
 
     Args:
         compression: factor by which each factored weight shrinks: rank = ⌊m n / (compression (m + n))⌋ of m × n.
         capacities: compressions of the classes of clients, instead of one for all; `Client.capacity` says which.
         decay: λ of the Frobenius decay, which adds λ/2 · ‖U V‖² to the loss.
+        scaled: start with the largest client's U V, scaled so that the norm of each fresh W₀ stays. Truncation takes
+            most of a random W₀, which FedHM's models make up for by batch norm, and others do not. Trained weights that
+            are given are never scaled.
         policy: which layers are factored, as for sketching. (FedHM leaves the first layers and the last one full.)
         local: how a client trains. averaging: how the products become one. key: unused, nothing here is random.
     """
@@ -42,6 +46,7 @@ class LowRank:
     compression: float = 4
     capacities: Sequence[float] | None = None
     decay: float = 0.0
+    scaled: bool = True
     policy: str = "default"
     local: Local = field(default_factory=Local)
     averaging: Averaging = field(default_factory=Averaging)
@@ -73,10 +78,16 @@ class LowRank:
         return self._plans.get(compression, {})
 
     def start(self, build: Build, given: State | None = None, fresh: bool = True) -> Server:
-        """Start with the full model as it is built, or with the weights given."""
-        for compression in self.capacities or [self.compression]:
+        """Start with the full model as it is built, or with the weights given, truncated and scaled if fresh."""
+        classes = self.capacities or [self.compression]
+        for compression in classes:
             self.plan(build, compression)
-        return start_server(build, given)
+        server = start_server(build, given)
+        for name, plan in self._flat(min(classes)).items() if self.scaled and fresh else ():
+            full = server.weights[name]
+            low = plan.lift(*plan.truncate(*self._decomposed(name, full, plan)))
+            server.weights[name] = low * (full.norm() / low.norm().clamp(min=torch.finfo(low.dtype).tiny))
+        return server
 
     def audience(self, server: Server, client: Client) -> Hashable:
         """Send all of one class the same."""
