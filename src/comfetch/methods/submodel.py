@@ -36,7 +36,8 @@ class SubModel:
         scaled: divide the outputs of hidden linear layers and convolutions by the part of channels that is kept, so
             that they are as large as in the full model (HeteroFL's scaler).
         masked_loss: set the scores of classes that a client has no examples of to 0 in its loss, and leave it out of
-            the average of their rows in the last layer. It tells the server which classes it has.
+            the average of their rows in the last layer. It tells the server which classes it has. This serves clients
+            that are tested on their own classes alone, as in the paper; accuracy over all classes may be lower.
         local: how a client trains. averaging: weights of clients; its rule must be the mean.
         key: what random choices are drawn from.
     """
