@@ -32,13 +32,14 @@ from comfetch.transforms import SECOND_MOMENTS, Transform, adaptive, chain, erro
 from comfetch.wire import FORMATS, Wire
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "default": {},
+    "default": {"server_momentum": 0.3},
     "paper": {
         "hash": "random", "blocks": "1", "scale": "count", "policy": "paper", "optimiser": "adam", "lr": 0.001,
         "batch_size": 128, "keep_optimiser": True, "load_rates": True, "weighting": "uniform",
     },
 }  # fmt: skip
-"""Options that a preset sets; what the user gives besides goes before it."""
+"""Options that a preset sets; what the user gives besides goes before it. Momentum is for averages of trained weights:
+where clients send gradients, or the server has an optimiser of its own, it is left to the user."""
 
 
 LARGEST = 1e30
@@ -108,7 +109,7 @@ class Experiment:
     load_rates: bool = _option(False, CLIENTS, "Multiply learning rates by the loads of the buckets (the paper's).")
     server_optimiser: str = _option("none", SERVER, "Adaptive optimiser.", ("none", *SECOND_MOMENTS))
     server_lr: float | None = _option(None, SERVER, "Learning rate.")
-    server_momentum: float = _option(0.0, SERVER, "Momentum.")
+    server_momentum: float = _option(0.0, SERVER, "Momentum; the default preset's is 0.3.")
     factor_masking: bool = _option(False, SERVER, "Forget the momentum where it was applied.")
     top_k: float | None = _option(None, SERVER, "Fraction of coordinates that is applied, with error feedback.")
     top_k_per: str = _option("layer", SERVER, "Where the top-k are chosen.", ("layer", "global"))
@@ -140,7 +141,10 @@ class Experiment:
                 raise OptionError(f"{name}={value!r} is not known. Choose one of: {', '.join(choices)}.")
         if not 0 <= options.get("seed", 0) < 2**63:
             raise OptionError(f"seed={options['seed']} is not a whole number from 0 to 2^63 - 1.")
-        return cls(**{**PRESETS[options.get("preset", "default")], **options})
+        preset = dict(PRESETS[options.get("preset", "default")])
+        if options.get("uploads") == "gradient" or options.get("server_optimiser", "none") != "none":
+            preset.pop("server_momentum", None)
+        return cls(**{**preset, **options})
 
     def options(self) -> dict[str, Any]:
         """Return all options, as `run.toml` keeps them."""

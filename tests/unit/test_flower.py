@@ -16,7 +16,7 @@ from torch import nn
 
 import comfetch.flower
 from comfetch.errors import MismatchError, OptionError, UploadError
-from comfetch.experiment import Experiment
+from comfetch.experiment import PRESETS, Experiment
 from comfetch.flower.apps import RUNNING, read_config
 from comfetch.flower.client import method_of
 from comfetch.flower.messages import to_content, to_message
@@ -158,10 +158,15 @@ def test_a_message_of_another_method_says_what_to_do():
 def test_the_example_app_lists_every_option():
     text = (EXAMPLES / "flower_experiment" / "pyproject.toml").read_text()
     config = tomllib.loads(text)["tool"]["flwr"]["app"]["config"]
-    fields = {f.name.replace("_", "-"): "" if f.default is None else f.default for f in dataclasses.fields(Experiment)}
+    left = {name for preset in PRESETS.values() for name in preset}  # to the preset
+    fields = {
+        f.name.replace("_", "-"): "" if f.default is None or f.name in left else f.default
+        for f in dataclasses.fields(Experiment)
+    }
     running = {name.replace("_", "-"): value for name, value in RUNNING.items()}
     assert json.loads(json.dumps(config)) == {**fields, **running}
     assert read_config(config) == (Experiment.of({}), RUNNING)
+    assert read_config({**config, "preset": "paper"}) == (Experiment.of({"preset": "paper"}), RUNNING)
 
 
 def test_the_public_names_are_there():
