@@ -287,9 +287,7 @@ def test_too_few_nodes_are_waited_for_and_then_the_run_fails_and_says_what_to_do
     game.stop_after_answer(2)
     game.release(0, 1)
     until(lambda: "Waiting for nodes: 2 of 3 are there; giving up in 8 s." in run.text, "a word about it", run)
-    began = time.monotonic()
     assert game.finish().status == "finished:failed"
-    assert time.monotonic() - began < 8 + 10 * pace()
     told = "Only 2 of at least 3 nodes are there after 8 seconds. Start more SuperNodes, or lower the minimum"
     assert told in run.text and told in run.facts["status-details"]
     game.check(ALL)  # what was done is there, to be resumed
