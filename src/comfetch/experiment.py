@@ -172,7 +172,7 @@ class Experiment:
         steps: list[Transform] = []
         if self.server_momentum:
             steps.append(momentum(self.server_momentum, masked=self.factor_masking))
-        rate = self.server_lr if self.server_lr is not None else self.lr if self.uploads == "gradient" else None
+        rate = self.server_rate()
         if self.server_optimiser != "none":
             steps.append(adaptive(self.server_optimiser) if rate is None else adaptive(self.server_optimiser, rate))
         elif rate is not None:
@@ -180,6 +180,10 @@ class Experiment:
         if self.top_k is not None:
             steps.append(error_feedback(top_k(self.top_k, self.top_k_per)))
         return chain(*steps)
+
+    def server_rate(self) -> float | None:
+        """Return the server's learning rate: as given, or that of clients who send gradients, or none."""
+        return self.server_lr if self.server_lr is not None else self.lr if self.uploads == "gradient" else None
 
     def make_method(self) -> Method:
         """Make the method."""
@@ -190,6 +194,7 @@ class Experiment:
             "uploads": self.uploads, "space": self.space, "redraw": self.redraw, "sketch": self.sketch(),
             "averaging": Averaging(self.weighting, self.aggregation, self.trim), "policy": self.policy,
             "capacities": None if self.capacities is None else parse_capacities(self.capacities),
+            "rate": self.server_rate() or 1.0,
         }  # fmt: skip
         own = read_method_options(self.method_options or "")
         if unknown := own.keys() - known:

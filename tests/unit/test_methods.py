@@ -189,3 +189,22 @@ def test_error_feedback_in_sketch_space_leaves_the_error_small():
     after = method.step(server, answers)
     assert after.transforms["1.2.weight"].shape == (16, 32)
     assert after.weights["2.weight"].shape == (64, 32)
+
+
+@pytest.mark.parametrize(
+    ("options", "rate"),
+    [({}, 1.0), ({"server_lr": 0.5}, 0.5), ({"uploads": "gradient", "lr": 0.03}, 0.03)],
+)
+def test_rivals_take_the_rate_of_the_server(options, rate):
+    assert Experiment.of({"method": "fetchsgd", **options}).make_method().rate == rate
+
+
+@pytest.mark.parametrize(
+    ("options", "momentum"),
+    [
+        ({}, 0.3), ({"server_momentum": 0.0}, 0.0), ({"preset": "paper"}, 0.0), ({"uploads": "gradient"}, 0.0),
+        ({"server_optimiser": "adam"}, 0.0), ({"server_optimiser": "adam", "server_momentum": 0.5}, 0.5),
+    ],
+)  # fmt: skip
+def test_the_default_preset_has_momentum_for_averages_of_weights(options, momentum):
+    assert Experiment.of(options).server_momentum == momentum
