@@ -1,39 +1,16 @@
 """Each algorithm against a short numpy transcription of the paper's pseudo-code, with explicit hash matrices."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from comfetch import hashing
 from comfetch.methods import Client, Comfetch, FedAvg, Local, Upload
 from comfetch.transforms import chain, error_feedback, momentum, scale, top_k
+from tests.integration.regression import Regression
 
 OUT, IN, EXAMPLES = 12, 8, 20
-
-
-@dataclass
-class Regression:
-    """One client's least squares problem: loss = mean over all elements of (W x - y)²."""
-
-    x: Tensor
-    y: Tensor
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def batches(self, size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        yield self.x, self.y
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).square().mean()
-
-    def gradient(self, w: np.ndarray) -> np.ndarray:
-        x, y = self.x.numpy(), self.y.numpy()
-        return 2 * (x @ w.T - y).T @ x / y.size
 
 
 def problems(count: int = 3) -> list[Regression]:

@@ -1,8 +1,6 @@
 """Methods with smaller clients against short numpy transcriptions of their papers' rules, and what they share."""
 
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -24,34 +22,10 @@ from comfetch.methods.lowrank import LowRank
 from comfetch.methods.mask import Mask, pack_bits, unpack_bits
 from comfetch.methods.narrow import Narrow
 from comfetch.models import resnet9
+from tests.integration.regression import Regression
 
 IN, HIDDEN, OUT = 6, 8, 5
 SGD = Local("sgd", lr=0.05, steps=3, batch_size=100)
-
-
-@dataclass
-class Regression:
-    """One client's least squares problem: loss = mean over all elements of (f(x) - y)²."""
-
-    x: Tensor
-    y: Tensor
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def batches(self, size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        yield self.x, self.y
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).square().mean()
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.x.numpy(), self.y.numpy()
-
-    def gradient(self, w: np.ndarray) -> np.ndarray:
-        x, y = self.arrays
-        return 2 * (x @ w.T - y).T @ x / y.size
 
 
 class Classification(Regression):

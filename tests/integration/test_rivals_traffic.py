@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from comfetch.methods.fetchsgd import FetchSGD
 from comfetch.methods.qsgd import QSGD
 from comfetch.methods.sketched_sgd import SketchedSGD
 from comfetch.methods.topk import LocalTopK, TrueTopK
+from tests.integration.regression import Regression
 
 OUT, IN, CLIENTS, ROUNDS, LR = 6, 8, 3, 6, 0.3
 SIZE = OUT * IN + OUT
@@ -33,21 +33,8 @@ SOME = [[0, 1], [0, 2], [1, 2], [0], [0, 1, 2], [0, 1, 2]]
 """Who takes part in each round: client 2 joins late, and each is away at times."""
 
 
-@dataclass
-class Problem:
+class Problem(Regression):
     """One client's least squares problem: loss = mean over all elements of (W x + b - y)²; θ is W and b."""
-
-    x: Tensor
-    y: Tensor
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def batches(self, size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        yield self.x, self.y
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).square().mean()
 
     def update(self, theta: np.ndarray, mode: str) -> np.ndarray:
         """The gradient at θ, or minus the change of θ by two steps of local training."""

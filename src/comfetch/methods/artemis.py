@@ -43,7 +43,7 @@ class Artemis(Replica):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.quantise = Quantise(self.levels, self.bucket)
+        self.coder = self.quantise = Quantise(self.levels, self.bucket)
         if self.memory_rate is not None and not 0 <= self.memory_rate <= 1:
             raise OptionError(f"memory_rate={self.memory_rate!r} is not in [0, 1].")
         if self.averaging.rule != "mean":
@@ -60,31 +60,23 @@ class Artemis(Replica):
         """Send q = Q(g − h); h ← h + α q once it is taken."""
         g = self.change(received, trained, memory)
         h = memory.get(MEMORY, torch.zeros_like(g))
-        code = self.quantise.encode(g - h, self.layout.sizes, self.draws(memory))
-        wait(memory, received, {MEMORY: h + self.alpha * self.quantise.decode(code, self.layout.sizes)})
+        code = self.coder.encode(g - h, self.layout.sizes, self.draws(memory))
+        wait(memory, received, {MEMORY: h + self.alpha * self.coder.decode(code, self.layout.sizes)})
         return self.answer(received, trained, code)
-
-    def expected(self, sent: Message) -> State:
-        """Expect codes and norms."""
-        return self.expected_code(self.quantise.expected(self.layout.sizes, self.layout.dtype))
-
-    def check(self, upload: Upload, sent: Message) -> None:
-        """Refuse codes that cannot be decoded."""
-        self.check_code(self.quantise, upload)
 
     def step(self, server: Server, uploads: list[Upload]) -> Server:
         """W ← W − η Q(ĝ), ĝ = mean of all h + mean q."""
-        decoded = self.decoded(uploads, self.quantise)
+        decoded = self.decoded(uploads)
         mean, statistics = self.average(decoded)
         notes = note_seen(server, uploads, self.averaging.weights(uploads))
         memories = server.extra.get(MEMORIES, torch.zeros_like(mean))
         estimate = memories / float(notes[SHARES].sum()) + mean
         draws = generator(hashing.fold(self.key, "down", server.round))
-        code = self.quantise.encode(estimate, self.layout.sizes, draws)
+        code = self.coder.encode(estimate, self.layout.sizes, draws)
         memories = memories + self.alpha * shared_sum(notes, decoded)
-        delta = self.rate * self.quantise.decode(code, self.layout.sizes)
+        delta = self.rate * self.coder.decode(code, self.layout.sizes)
         return self.moved(server, delta, statistics, {MEMORIES: memories, **prefixed(CHANGE, code), **notes}, {})
 
     def changed(self, state: State, code: State, memory: State) -> State:
         """W ← W − η Q(ĝ)."""
-        return self.layout.subtract(state, self.rate * self.quantise.decode(code, self.layout.sizes))
+        return self.layout.subtract(state, self.rate * self.coder.decode(code, self.layout.sizes))

@@ -9,7 +9,7 @@ from torch import nn
 
 from comfetch import hashing
 from comfetch.errors import OptionError, RunError
-from comfetch.methods.base import Build, Client, Message, Server, State, Trained, Upload
+from comfetch.methods.base import Build, Client, Message, Server, State, Upload
 from comfetch.methods.compressors import Compressor, Plain, Quantise
 from comfetch.methods.flat import FullModel, generator, prefixed, unprefixed
 from comfetch.methods.replica import note_seen, seen
@@ -50,7 +50,7 @@ class DoCoFL(FullModel):
         super().__post_init__()
         if not isinstance(self.anchor_rounds, int) or self.anchor_rounds < 1:
             raise OptionError(f"anchor_rounds={self.anchor_rounds!r} is not a whole number of at least 1.")
-        self.anchors, self.compressor = self._compressor(self.anchor_levels), self._compressor(self.up_levels)
+        self.anchors, self.coder = self._compressor(self.anchor_levels), self._compressor(self.up_levels)
         self.corrections = Quantise(self.down_levels, self.bucket)
 
     def _compressor(self, levels: int | None) -> Compressor:
@@ -104,22 +104,9 @@ class DoCoFL(FullModel):
         correction = self.corrections.decode(unprefixed(CORRECTION, received.state), self.layout.sizes)
         return self.layout.split(memory[ANCHOR] + correction)
 
-    def upload(self, received: Message, trained: Trained, memory: State) -> Message:
-        """Send Q(g)."""
-        change = self.change(received, trained, memory)
-        return self.answer(received, trained, self.compressor.encode(change, self.layout.sizes, self.draws(memory)))
-
-    def expected(self, sent: Message) -> State:
-        """Expect a compressed update."""
-        return self.expected_code(self.compressor.expected(self.layout.sizes, self.layout.dtype))
-
-    def check(self, upload: Upload, sent: Message) -> None:
-        """Refuse codes that cannot be decoded."""
-        self.check_code(self.compressor, upload)
-
     def step(self, server: Server, uploads: list[Upload]) -> Server:
         """W ← W − η mean Q(g); renew the anchor when it is time."""
-        update, statistics = self.average(self.decoded(uploads, self.compressor))
+        update, statistics = self.average(self.decoded(uploads))
         after = self.moved(server, self.rate * update, statistics, {}, {})
         due = after.round % self.anchor_rounds == 0
         anchor = self._anchor(after) if due else prefixed(ANCHOR, unprefixed(ANCHOR, server.extra))

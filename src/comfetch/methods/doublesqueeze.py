@@ -40,7 +40,7 @@ class DoubleSqueeze(Replica):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.squeeze = make_compressor(self.compressor, self.fraction, self.levels, self.bucket)
+        self.coder = make_compressor(self.compressor, self.fraction, self.levels, self.bucket)
 
     def direction(self, g: Tensor, memory: State) -> Tensor:
         """Return what a client sends of its update, before the error is added."""
@@ -50,28 +50,20 @@ class DoubleSqueeze(Replica):
         """Send C(v), v = g + δ, and keep δ ← v − C(v)."""
         v = self.direction(self.change(received, trained, memory), memory)
         v = v + memory[ERROR] if ERROR in memory else v
-        code = self.squeeze.encode(v, self.layout.sizes, self.draws(memory))
-        memory[ERROR] = v - self.squeeze.decode(code, self.layout.sizes)
+        code = self.coder.encode(v, self.layout.sizes, self.draws(memory))
+        memory[ERROR] = v - self.coder.decode(code, self.layout.sizes)
         return self.answer(received, trained, code)
-
-    def expected(self, sent: Message) -> State:
-        """Expect a compressed update."""
-        return self.expected_code(self.squeeze.expected(self.layout.sizes, self.layout.dtype))
-
-    def check(self, upload: Upload, sent: Message) -> None:
-        """Refuse codes that cannot be decoded."""
-        self.check_code(self.squeeze, upload)
 
     def step(self, server: Server, uploads: list[Upload]) -> Server:
         """W ← W − η C(v), v = mean + δ, and keep δ ← v − C(v)."""
-        v, statistics = self.average(self.decoded(uploads, self.squeeze))
+        v, statistics = self.average(self.decoded(uploads))
         v = v + server.extra[ERROR] if ERROR in server.extra else v
         draws = generator(hashing.fold(self.key, "down", server.round))
-        code = self.squeeze.encode(v, self.layout.sizes, draws)
-        squeezed = self.squeeze.decode(code, self.layout.sizes)
+        code = self.coder.encode(v, self.layout.sizes, draws)
+        squeezed = self.coder.decode(code, self.layout.sizes)
         extra = {ERROR: v - squeezed, **prefixed(CHANGE, code), **note_seen(server, uploads)}
         return self.moved(server, self.rate * squeezed, statistics, extra, {})
 
     def changed(self, state: State, code: State, memory: State) -> State:
         """W ← W − η C(v)."""
-        return self.layout.subtract(state, self.rate * self.squeeze.decode(code, self.layout.sizes))
+        return self.layout.subtract(state, self.rate * self.coder.decode(code, self.layout.sizes))

@@ -42,7 +42,7 @@ class EF21(Replica):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.contract = make_compressor(self.compressor, self.fraction, 1, 1, CONTRACTIONS)
+        self.coder = make_compressor(self.compressor, self.fraction, 1, 1, CONTRACTIONS)
         if self.averaging.rule != "mean":
             raise OptionError(f"rule={self.averaging.rule!r}: the sum of estimates needs the mean. Set rule='mean'.")
 
@@ -50,29 +50,21 @@ class EF21(Replica):
         """Send c = C(g − e_i); e_i ← e_i + c once it is taken."""
         g = self.change(received, trained, memory)
         own = memory.get(OWN, torch.zeros_like(g))
-        code = self.contract.encode(g - own, self.layout.sizes, self.draws(memory))
-        wait(memory, received, {OWN: own + self.contract.decode(code, self.layout.sizes)})
+        code = self.coder.encode(g - own, self.layout.sizes, self.draws(memory))
+        wait(memory, received, {OWN: own + self.coder.decode(code, self.layout.sizes)})
         return self.answer(received, trained, code)
-
-    def expected(self, sent: Message) -> State:
-        """Expect a compressed difference."""
-        return self.expected_code(self.contract.expected(self.layout.sizes, self.layout.dtype))
-
-    def check(self, upload: Upload, sent: Message) -> None:
-        """Refuse codes that cannot be decoded."""
-        self.check_code(self.contract, upload)
 
     def step(self, server: Server, uploads: list[Upload]) -> Server:
         """W ← W − η e, e ← e + C(mean e_i − e)."""
-        decoded = self.decoded(uploads, self.contract)
+        decoded = self.decoded(uploads)
         _, statistics = self.average(decoded)
         notes = note_seen(server, uploads, self.averaging.weights(uploads))
         total = shared_sum(notes, decoded)
         total = total + server.extra[SUM] if SUM in server.extra else total
         estimate = server.extra.get(ESTIMATE, torch.zeros_like(total))
         draws = generator(hashing.fold(self.key, "down", server.round))
-        code = self.contract.encode(total / float(notes[SHARES].sum()) - estimate, self.layout.sizes, draws)
-        estimate = estimate + self.contract.decode(code, self.layout.sizes)
+        code = self.coder.encode(total / float(notes[SHARES].sum()) - estimate, self.layout.sizes, draws)
+        estimate = estimate + self.coder.decode(code, self.layout.sizes)
         extra = {SUM: total, ESTIMATE: estimate, **prefixed(CHANGE, code), **notes}
         return self.moved(server, self.rate * estimate, statistics, extra, {})
 
@@ -82,6 +74,6 @@ class EF21(Replica):
 
     def changed(self, state: State, code: State, memory: State) -> State:
         """Change e by b, and W by η e."""
-        b = self.contract.decode(code, self.layout.sizes)
+        b = self.coder.decode(code, self.layout.sizes)
         memory[ESTIMATE] = memory[ESTIMATE] + b if ESTIMATE in memory else b
         return self.layout.subtract(state, self.rate * memory[ESTIMATE])

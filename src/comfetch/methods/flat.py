@@ -23,7 +23,7 @@ from comfetch.methods.base import (
     Upload,
     start_server,
 )
-from comfetch.methods.compressors import Compressor
+from comfetch.methods.compressors import Compressor, Plain
 from comfetch.methods.local import Local, one_gradient, train_locally
 
 UPLOADS = ("weights", "gradient")
@@ -92,6 +92,8 @@ class Layout:
 class FullModel:
     """Send the full weights; take from each client one vector g that points uphill, and statistics as they are.
 
+    A method sets `coder` to what encodes g on its way up.
+
     Args:
         uploads: g is minus the change of the "weights" by local training, or one "gradient" as in the papers.
         local: how a client trains. rate: the server's learning rate η.
@@ -113,6 +115,7 @@ class FullModel:
         if not (isinstance(self.rate, int | float) and 0 < self.rate < math.inf):
             raise OptionError(f"rate={self.rate!r} is not a number above 0. It is the server's learning rate.")
         hashing.check_key(self.key)
+        self.coder: Compressor = Plain()
         self._layout: Layout | None = None
 
     @property
@@ -173,19 +176,28 @@ class FullModel:
         """Expect a code and the statistics."""
         return {**self.layout.statistics, **prefixed(UPDATE, code)}
 
-    def check_code(self, compressor: Compressor, upload: Upload) -> None:
-        """Raise UploadError if the code of an upload cannot be decoded."""
+    def upload(self, received: Message, trained: Trained, memory: State) -> Message:
+        """Send g in the code of `coder`."""
+        change = self.change(received, trained, memory)
+        return self.answer(received, trained, self.coder.encode(change, self.layout.sizes, self.draws(memory)))
+
+    def expected(self, sent: Message) -> State:
+        """Expect that code."""
+        return self.expected_code(self.coder.expected(self.layout.sizes, self.layout.dtype))
+
+    def check(self, upload: Upload, sent: Message) -> None:
+        """Refuse codes that cannot be decoded."""
         try:
-            compressor.check(unprefixed(UPDATE, upload.message.state), self.layout.sizes)
+            self.coder.check(unprefixed(UPDATE, upload.message.state), self.layout.sizes)
         except UploadError as error:
             raise UploadError(f"client {upload.client.id}: {UPDATE}{error}") from error
 
-    def decoded(self, uploads: list[Upload], compressor: Compressor) -> list[Upload]:
+    def decoded(self, uploads: list[Upload]) -> list[Upload]:
         """Return the uploads with their vectors decoded."""
         found = []
         for upload in uploads:
             state = {name: upload.message.state[name] for name in self.layout.statistics}
-            state[UPDATE] = compressor.decode(unprefixed(UPDATE, upload.message.state), self.layout.sizes)
+            state[UPDATE] = self.coder.decode(unprefixed(UPDATE, upload.message.state), self.layout.sizes)
             found.append(Upload(upload.client, Message(state)))
         return found
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from comfetch.methods.base import Message, Server, State, Trained, Upload
+from comfetch.methods.base import Server, Upload
 from comfetch.methods.compressors import Quantise
 from comfetch.methods.flat import FullModel
 
@@ -31,22 +31,9 @@ class QSGD(FullModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.compressor = Quantise(self.levels, self.bucket, self.norm)
-
-    def upload(self, received: Message, trained: Trained, memory: State) -> Message:
-        """Send Q(g)."""
-        change = self.change(received, trained, memory)
-        return self.answer(received, trained, self.compressor.encode(change, self.layout.sizes, self.draws(memory)))
-
-    def expected(self, sent: Message) -> State:
-        """Expect codes and norms."""
-        return self.expected_code(self.compressor.expected(self.layout.sizes, self.layout.dtype))
-
-    def check(self, upload: Upload, sent: Message) -> None:
-        """Refuse codes that cannot be decoded."""
-        self.check_code(self.compressor, upload)
+        self.coder = Quantise(self.levels, self.bucket, self.norm)
 
     def step(self, server: Server, uploads: list[Upload]) -> Server:
         """W ← W − η mean Q(g)."""
-        update, statistics = self.average(self.decoded(uploads, self.compressor))
+        update, statistics = self.average(self.decoded(uploads))
         return self.moved(server, self.rate * update, statistics, {}, {})

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from comfetch.methods.base import Message, Server, State, Trained, Upload
-from comfetch.methods.compressors import Compressor, Plain, TopK
+from comfetch.methods.compressors import TopK
 from comfetch.methods.flat import UPDATE, server_momentum
 from comfetch.methods.replica import SparseChanges
 from comfetch.transforms import Transform, chain, error_feedback, momentum, scale, top_k
@@ -43,27 +43,9 @@ class TrueTopK(SparseChanges):
             momentum(self.rho, self.masked), scale(self.rate), error_feedback(top_k(self.fraction, "global"))
         )
 
-    @property
-    def compressor(self) -> Compressor:
-        """What clients do to their update: nothing."""
-        return Plain()
-
-    def upload(self, received: Message, trained: Trained, memory: State) -> Message:
-        """Send g."""
-        change = self.change(received, trained, memory)
-        return self.answer(received, trained, self.compressor.encode(change, self.layout.sizes, self.draws(memory)))
-
-    def expected(self, sent: Message) -> State:
-        """Expect an encoded update."""
-        return self.expected_code(self.compressor.expected(self.layout.sizes, self.layout.dtype))
-
-    def check(self, upload: Upload, sent: Message) -> None:
-        """Refuse codes that cannot be decoded."""
-        self.check_code(self.compressor, upload)
-
     def step(self, server: Server, uploads: list[Upload]) -> Server:
         """W ← W − Δ, Δ by the transforms above."""
-        update, statistics = self.average(self.decoded(uploads, self.compressor))
+        update, statistics = self.average(self.decoded(uploads))
         self.server.load_state_dict(server.transforms)
         applied = self.server({UPDATE: update})
         self.server.applied(applied)
@@ -90,17 +72,13 @@ class LocalTopK(TrueTopK):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.coder = TopK(self.fraction)
         self.server = chain(momentum(self.rho, self.masked), scale(self.rate))
-
-    @property
-    def compressor(self) -> Compressor:
-        """What clients do to their update."""
-        return TopK(self.fraction)
 
     def upload(self, received: Message, trained: Trained, memory: State) -> Message:
         """Send top-k(v), v = e + g, and keep the rest."""
         v = self.change(received, trained, memory)
         v = v + memory[ERROR] if ERROR in memory else v
-        code = self.compressor.encode(v, self.layout.sizes, self.draws(memory))
-        memory[ERROR] = v - self.compressor.decode(code, self.layout.sizes)
+        code = self.coder.encode(v, self.layout.sizes, self.draws(memory))
+        memory[ERROR] = v - self.coder.decode(code, self.layout.sizes)
         return self.answer(received, trained, code)
