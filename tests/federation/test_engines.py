@@ -20,9 +20,15 @@ from tests.end_to_end.commands import finish, start
 APP = Path(__file__).resolve().parents[2] / "examples" / "flower_experiment"
 CLIENTS = 3
 EXPERIMENTS: dict[str, dict[str, Any]] = {
-    "one class": {"compression": 8.0, "evaluation": "both", "keep_optimiser": True},
+    "one class": {"compression": 8.0, "keep_optimiser": True},
     "mixed classes": {"capacities": "1,2,8", "fraction": 0.67},
-    "quantised": {"compression": 4.0, "wire_down": "int8", "wire_up": "int4", "wire_feedback": True},
+    "quantised": {
+        "compression": 4.0,
+        "wire_down": "int8",
+        "wire_up": "int4",
+        "wire_feedback": True,
+        "evaluation": "both",
+    },
 }
 """Wire formats, sampling, memory on the clients, evaluation there: what could differ between drivers."""
 COMMON = {"task": "digits", "limit": 240, "clients": CLIENTS, "rounds": 2, "batch_size": 32, "key": 5, "seed": 3}
