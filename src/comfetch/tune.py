@@ -55,8 +55,9 @@ class Search:
 
     def trial(self, experiment: Experiment, rate: float) -> Experiment:
         """Return the experiment of one trial."""
-        changes = {"lr": rate, "rounds": self.rounds, "validation": self.validation, "evaluation": "server"}
-        return dataclasses.replace(experiment, **changes)  # type: ignore[arg-type]
+        return dataclasses.replace(
+            experiment, lr=rate, rounds=self.rounds, validation=self.validation, evaluation="server"
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

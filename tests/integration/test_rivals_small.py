@@ -166,25 +166,27 @@ def test_levels_of_the_paper_are_capacities():
         method.download(server, Client(0, 1, 5))
 
 
+def classifier() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5))
+
+
 def test_masked_loss_leaves_absent_classes_alone():
-    build = lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5))  # noqa: E731
     data = Classification(torch.randn(12, 4), torch.tensor([1, 3] * 6))
     method = HeteroFL(compression=1, masked_loss=True, local=SGD)
-    server = method.start(build)
-    after = run(method, build, [data], 1, server=server).weights["2.weight"]
+    server = method.start(classifier)
+    after = run(method, classifier, [data], 1, server=server).weights["2.weight"]
     changed = (after - server.weights["2.weight"]).abs().amax(1) > 1e-6
     assert changed.tolist() == [False, True, False, True, False]
 
 
 def test_rows_of_the_last_layer_are_averaged_over_those_who_have_the_class():
-    build = lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5))  # noqa: E731
     labels = ([1, 3] * 6, [3, 4] * 9)
     data = [Classification(torch.randn(len(held), 4), torch.tensor(held)) for held in labels]
     method = HeteroFL(capacities=(1, 4), masked_loss=True, local=SGD)
     assert not method.pools
-    server = method.start(build)
+    server = method.start(classifier)
     clients = [Client(0, 12, 1.0), Client(1, 18, 4.0)]
-    uploads = [take_part(method, server, build, c, d, {})[1] for c, d in zip(clients, data, strict=True)]
+    uploads = [take_part(method, server, classifier, c, d, {})[1] for c, d in zip(clients, data, strict=True)]
     after = method.step(server, uploads).weights
     for name in ("2.weight", "2.bias"):
         total, held = np.zeros_like(server.weights[name]), np.zeros_like(server.weights[name])

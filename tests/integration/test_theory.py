@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from typing import Any
 
 import pytest
 import torch
@@ -86,11 +87,11 @@ def test_recorded_slopes_are_at_least_those_of_the_theorem() -> None:
 
 @pytest.mark.parametrize("how", theory.RECOVERIES.values(), ids=theory.RECOVERIES)
 @pytest.mark.parametrize("depth", [1, 3, 8])
-def test_no_error_is_above_the_induction_with_true_norms(depth: int, how: dict[str, object]) -> None:
+def test_no_error_is_above_the_induction_with_true_norms(depth: int, how: dict[str, Any]) -> None:
     draw = torch.Generator().manual_seed(depth)
     for key in range(5):
         weights = [torch.randn(theory.WIDTH, theory.WIDTH, generator=draw, dtype=torch.float64) for _ in range(depth)]
-        recovered = [theory.recover(w, key + layer, **how) for layer, w in enumerate(weights)]  # type: ignore[arg-type]
+        recovered = [theory.recover(w, key + layer, **how) for layer, w in enumerate(weights)]
         x = torch.nn.functional.normalize(torch.randn(theory.WIDTH, 16, generator=draw, dtype=torch.float64), dim=0)
         errors = (theory.network(recovered, x) - theory.network(weights, x)).norm(dim=0)
         assert float(errors.max()) <= theory.induction_bound(weights, recovered) * (1 + 1e-9)

@@ -10,7 +10,7 @@ from comfetch import sketch
 from comfetch.compare import Terms, check_terms, cost_table, plan_runs, size_all
 from comfetch.equal import KINDS, Meter, format_cost, knob_of, read_budget, size_to
 from comfetch.equal.costs import step_flops
-from comfetch.errors import OptionError
+from comfetch.errors import ModelError, OptionError
 from comfetch.experiment import Experiment
 from comfetch.methods import METHODS
 from comfetch.pareto import exchange_bytes
@@ -54,7 +54,7 @@ def cost_or(meter: Meter, one: Experiment, kind: str) -> float:
     """What it costs; beyond all budgets where a model cannot be made at that size."""
     try:
         return meter.cost(one, kind)
-    except Exception:
+    except ModelError:
         return float("inf")
 
 
