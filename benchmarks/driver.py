@@ -10,9 +10,8 @@ the same work in the same process: FedAvg of the full model, or of the small one
 the same weights. Rounds are interleaved in changing order on one thread, all of it is made anew several times, CPU time
 is that of the process, and the median of the differences is reported. Exit code 1 means that a bound is missed.
 
-The bound holds for a tiny model and for a convolutional one of 168,000 parameters, where the driver's own work shows.
-What it does with bytes (take the norm of every upload) grows with the model, as training does: the third shows by how
-much.
+The bound holds for a tiny model, for a convolutional one of 168,000 parameters, and for the default model of the task
+digits (0.56 million), where reading every upload once, to refuse what is not finite or absurdly large, takes its time.
 """
 
 import argparse
@@ -40,19 +39,19 @@ from comfetch.simulation import Federation, make_federation
 
 RESULTS = Path(__file__).parent / "results" / "driver.json"
 BOUND = 0.5
-"""CPU milliseconds per client that the driver may take beyond the bare loop, for small models."""
+"""CPU milliseconds per client that the driver may take beyond the bare loop."""
 COMPRESSION = 4
 BATCH, STEPS, RATE = 16, 3, 0.05
 SETUPS = 6
 """Times that all is made anew: where a loop's weights lie in memory makes a difference, too."""
 WARM_UP = 2
 """Rounds before the clock runs; our driver measures a client's memory in the first one."""
-MODELS: dict[str, tuple[Callable[[], nn.Module], int, float | None]] = {
-    "MLP 64-128-128-10": (lambda: mlp(width=128, depth=2), 20, BOUND),
-    "CNN of 168k parameters": (lambda: cnn(), 10, BOUND),
-    "MLP 64-512-512-512-10": (lambda: mlp(width=512, depth=3), 10, None),
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "MLP 64-128-128-10": (lambda: mlp(width=128, depth=2), 20),
+    "CNN of 168k parameters": (lambda: cnn(), 10),
+    "MLP 64-512-512-512-10": (lambda: mlp(width=512, depth=3), 10),
 }
-"""Name -> constructor, number of clients and bound. The last is the default model of the task digits."""
+"""Name -> constructor and number of clients. The last is the default model of the task digits."""
 
 
 def cnn() -> nn.Module:
@@ -238,7 +237,7 @@ def measure(repeats: int, with_pfl: bool) -> list[dict[str, Any]]:
     """Measure every model with both methods."""
     rows: list[dict[str, Any]] = []
     local = Local(optimiser="sgd", lr=RATE, batch_size=BATCH)
-    for model, (build, clients, bound) in MODELS.items():
+    for model, (build, clients) in MODELS.items():
         for method in (FedAvg(local), Comfetch(COMPRESSION, local=local)):
             times: dict[str, list[float]] = {}
             for _ in range(SETUPS):
@@ -259,7 +258,7 @@ def measure(repeats: int, with_pfl: bool) -> list[dict[str, Any]]:
                 {
                     "model": model, "method": method.name, "clients": clients, "steps": STEPS,
                     "bare_ms": statistics.median(times["bare"]), "beyond_ms": beyond["comfetch"],
-                    "pfl_beyond_ms": beyond.get("pfl"), "bound_ms": bound,
+                    "pfl_beyond_ms": beyond.get("pfl"), "bound_ms": BOUND,
                 }
             )  # fmt: skip
             print(format_row(rows[-1]), flush=True)
@@ -268,7 +267,7 @@ def measure(repeats: int, with_pfl: bool) -> list[dict[str, Any]]:
 
 def is_missed(row: dict[str, Any]) -> bool:
     """Tell whether the driver is above its bound."""
-    return row["bound_ms"] is not None and row["beyond_ms"] > row["bound_ms"]
+    return bool(row["beyond_ms"] > row["bound_ms"])
 
 
 def format_row(row: dict[str, Any]) -> str:
@@ -314,8 +313,7 @@ def main() -> int:
     missed = [row for row in rows if is_missed(row)]
     for row in missed:
         print(f"MISSED: {format_row(row)}; the bound is {row['bound_ms']:+.2f}.")
-    bound = sum(row["bound_ms"] is not None for row in rows)
-    print(f"{len(missed)} of {bound} results miss their bound.")
+    print(f"{len(missed)} of {len(rows)} results miss their bound.")
     return 1 if missed else 0
 
 

@@ -95,9 +95,12 @@ def new_values(method: Method, upload: Message, trained: Iterable[str]) -> bool 
 
 def sample(key: int, round: int, clients: Iterable[Client], fraction: float) -> list[Client]:
     """Draw the clients of a round, by key and round alone: who is away changes nothing for the others."""
-    present = sorted(clients, key=lambda client: hashing.fold(key, "sample", round, client.id))
+    present = sorted(clients, key=lambda client: client.id)
     wanted = max(1, math.floor(fraction * len(present) + 0.5))
-    return sorted(present[:wanted], key=lambda client: client.id)
+    if wanted < len(present):
+        drawn = sorted(present, key=lambda client: hashing.fold(key, "sample", round, client.id))[:wanted]
+        present = sorted(drawn, key=lambda client: client.id)
+    return present
 
 
 def train_seed(seed: int, round: int, client: Client) -> int:
@@ -286,7 +289,7 @@ class Round:
     def _pool(self, upload: Upload) -> None:
         """Add an upload to the mean of its class."""
         client, state = upload.client, upload.message.state
-        part, names = self._weight(client) / self.whole[client.capacity], list(upload.message.norms)
+        part, names = self._weight(client) / self.whole[client.capacity], [*reversed(upload.message.norms)]
         pool, tensors = self.pools.get(client.capacity), [state[name] for name in names]
         if pool is None:
             sums = dict(zip(names, torch._foreach_mul(tensors, part), strict=True))

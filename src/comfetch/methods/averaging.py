@@ -51,6 +51,8 @@ class Averaging:
         names = [name for name, tensor in states[0].items() if tensor.is_floating_point()]
         if self.rule != "mean":
             return {name: self._robust([state[name] for state in states]) for name in names}
+        if len(states) == 1:  # the mean of a pool
+            return {name: states[0][name] for name in names}
         weights = self.weights(uploads)
         total = sum(weights)
         mean: State = {}

@@ -51,8 +51,11 @@ class Message:
 
     @functools.cached_property
     def norms(self) -> dict[str, float]:
-        """Norm of each floating point tensor: not finite if one of its values is not."""
-        names = [name for name, tensor in self.state.items() if tensor.is_floating_point() and tensor.numel()]
+        """Norm of each floating point tensor, not finite if one of its values is not.
+
+        The last tensor goes first: after training it is the one that is still in the processor's cache.
+        """
+        names = [name for name in reversed(self.state) if _has_norm(self.state[name])]
         norms = torch._foreach_norm([self.state[name].float() for name in names]) if names else []
         return dict(zip(names, torch.stack(list(norms)).tolist() if names else [], strict=True))
 
@@ -61,6 +64,10 @@ class Message:
         """Bytes of the message as a safetensors file, computed without writing it."""
         layout = tuple((name, tensor.dtype, tensor.shape) for name, tensor in self.state.items())
         return _file_bytes(layout, tuple(self.text.items()))
+
+
+def _has_norm(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.numel() > 0
 
 
 @functools.lru_cache(maxsize=64)

@@ -82,6 +82,7 @@ class Comfetch:
                 raise OptionError("space='sketch' needs one length for all clients: leave out capacities.")
         self._plans: dict[Any, Plan] = {}
         self._build: Build | None = None
+        self._sketched: tuple[Server | None, dict[float | None, State]] = (None, {})
 
     def start(self, build: Build, given: State | None = None, fresh: bool = True) -> Server:
         """Start with the model as it is built, its fresh sketched weights scaled to keep their norm in the sketch.
@@ -119,8 +120,7 @@ class Comfetch:
         text["sketch"] = json.dumps({"compression": self.settings.compression, **self.sketch}, separators=(",", ":"))
         if self.capacities is not None:
             text |= {"capacity": f"{capacity:g}", "capacities": format_capacities(self.capacities)}
-        own = {name: server.extra.get(f"{capacity}/{name}", tensor) for name, tensor in server.weights.items()}
-        return Message(self._plan(server.round, capacity).sketch(own), text)
+        return Message(dict(self._sketch(server, capacity)), text)
 
     def client_model(self, build: Build, client: Client, message: Message) -> nn.Module:
         """Build the sketched model; the full weights never exist."""
@@ -164,8 +164,18 @@ class Comfetch:
         """Return the mean update of a class: old small weights minus new, or the gradient."""
         if self.uploads == "gradient":
             return {name: mean[name] for name in server.trained}
-        sent = self._plan(server.round, capacity).sketch({name: server.weights[name] for name in server.trained})
+        sent = self._sketch(server, capacity)
         return {name: sent[name] - mean[name] for name in server.trained}
+
+    def _sketch(self, server: Server, capacity: float | None) -> State:
+        """Return S = A W and a class's own statistics, computed once for a state of the server: step needs it, too."""
+        if self._sketched[0] is not server:
+            self._sketched = (server, {})
+        found = self._sketched[1]
+        if capacity not in found:
+            own = {name: server.extra.get(f"{capacity}/{name}", tensor) for name, tensor in server.weights.items()}
+            found[capacity] = self._plan(server.round, capacity).sketch(own)
+        return found[capacity]
 
     def _transform_levels(self, server: Server, updates: dict[Any, State], clients: dict[Any, float]) -> State:
         """Lift the updates of all classes, average them level by level, and transform the result."""
