@@ -36,8 +36,14 @@ def open_folder(folder: Path, options: Mapping[str, Any], resume: bool) -> None:
     path = folder / OPTIONS
     if path.exists():
         check_folder(folder, options)
-        if (folder / CHECKPOINT).exists() and not resume:
+        kept = (folder / CHECKPOINT).exists()
+        if kept and not resume:
             raise RunError(f"{folder} holds this run already. Go on with --resume, or choose another --out.")
+        if not kept and (done := rounds_done(folder)) > 1:  # a run that is killed in its first round has begun nothing
+            raise RunError(
+                f"{folder} holds the records of {done} rounds of this run, but no {CHECKPOINT} to go on from. "
+                "Choose another --out, or remove the folder to begin anew."
+            )
     elif resume and not folder.exists():
         raise RunError(f"{folder} does not exist: there is nothing to resume.")
     make_folder(folder)
@@ -79,8 +85,9 @@ def remove_final(folder: Path) -> None:
 
 
 def finished(folder: Path, rounds: int) -> bool:
-    """Tell whether a run has all its rounds and its final models."""
-    return rounds_done(folder) >= rounds and all((folder / name).exists() for name in (CHECKPOINT, *FINAL))
+    """Tell whether a run has all its rounds and its final models; of a run that was put on record, only the rounds."""
+    models = all((folder / name).exists() for name in FINAL)
+    return rounds_done(folder) >= rounds and (models or not (folder / CHECKPOINT).exists())
 
 
 def _remove_leftovers(folder: Path) -> None:

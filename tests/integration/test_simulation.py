@@ -12,7 +12,7 @@ from comfetch.errors import OptionError, RunError
 from comfetch.experiment import Experiment
 from comfetch.files import load_state
 from comfetch.methods import Comfetch, FedAvg, Local, Message
-from comfetch.records import read_rounds
+from comfetch.records import finished, read_rounds
 from comfetch.simulation import make_federation, simulate
 
 FAST = Local(lr=0.003, batch_size=64)
@@ -129,6 +129,27 @@ class Poisoner(FedAvg):
             return message
         state = {n: t * torch.nan if t.is_floating_point() else t for n, t in message.state.items()}
         return Message(state, message.text)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_records_without_a_checkpoint_are_finished_and_never_run_over(digits, tmp_path, resume):
+    run(FedAvg(FAST), digits, rounds=2, out=tmp_path / "run")
+    for model in (tmp_path / "run").glob("*.safetensors"):
+        model.unlink()
+    kept = (tmp_path / "run" / "rounds.jsonl").read_bytes()
+    assert finished(tmp_path / "run", 2) and not finished(tmp_path / "run", 3)
+    with pytest.raises(RunError, match="2 rounds of this run, but no checkpoint.safetensors to go on from"):
+        run(FedAvg(FAST), digits, rounds=3, out=tmp_path / "run", resume=resume)
+    assert (tmp_path / "run" / "rounds.jsonl").read_bytes() == kept
+    run(FedAvg(FAST), digits, rounds=2, out=tmp_path / "another", resume=False)
+
+
+def test_a_run_that_lacks_its_final_models_only_is_not_finished(digits, tmp_path):
+    run(FedAvg(FAST), digits, rounds=1, out=tmp_path / "run")
+    (tmp_path / "run" / "full.safetensors").unlink()
+    assert not finished(tmp_path / "run", 1)
+    run(FedAvg(FAST), digits, rounds=1, out=tmp_path / "run", resume=True)
+    assert finished(tmp_path / "run", 1)
 
 
 def test_a_hostile_upload_is_refused_and_the_round_goes_on(digits):

@@ -1,0 +1,112 @@
+"""Make tables and pictures of the comparisons on equal terms, and the table of the runs with one client.
+
+python -m benchmarks.equal_tables    # draw benchmarks/results/equal-*/*.png (tables: make tables)
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.result_tables import markdown, spread
+from comfetch.equal import format_cost
+from comfetch.footprint import format_bytes
+from comfetch.pareto import AXES, exchange_bytes, points, verdicts
+from comfetch.plots import pareto_picture, to_png
+from comfetch.records import EQUAL, finished, read_json, read_options
+from comfetch.report import Group, Run, read_run
+
+RESULTS = Path(__file__).parent / "results"
+KINDS = ("bytes", "memory")
+SEED = "-seed"
+PRESETS = {"comfetch": "comfetch, default", "comfetch-paper": "comfetch, paper"}
+
+
+def finished_runs(folder: Path) -> list[Run]:
+    """Read the runs of a folder that have come to their end, by name."""
+    files = sorted(folder.glob("*/run.toml"))
+    return [read_run(file.parent) for file in files if finished(file.parent, read_options(file)["rounds"])]
+
+
+def method_groups(kind: str) -> list[Group]:
+    """Put the seeds of each method together, the best method first."""
+    groups: dict[str, Group] = {}
+    for run in finished_runs(RESULTS / f"equal-{kind}"):
+        name = run.folder.name.split(SEED)[0]
+        groups.setdefault(name, Group(PRESETS.get(name, name))).runs.append(run)
+    return sorted(groups.values(), key=lambda group: -group.values(lambda run: run.last("accuracy"))[0])
+
+
+def settings(kind: str) -> dict[str, dict[str, Any]]:
+    """Read to what each method was sized: name -> setting, cost and whether it fits, of its first seed."""
+    sizes = read_json(RESULTS / f"equal-{kind}" / EQUAL).get("runs", [])
+    return {row["run"].removesuffix(f"{SEED}0"): row for row in sizes if row["run"].endswith(f"{SEED}0")}
+
+
+def equal_table(kind: str) -> str:
+    """Show all methods that meet the budget: setting, tuned rate, accuracy over seeds, costs."""
+    sized, rows = settings(kind), []
+    for group in method_groups(kind):
+        first = group.runs[0]
+        name = first.folder.name.split(SEED)[0]
+        accuracies = [[100 * measure(run) for run in group.runs] for measure in (_last, _best)]
+        costs = [group.values(measure)[0] for measure in (exchange_bytes, Run.memory)]
+        cells = [group.label, sized[name]["setting"], f"{first.options['lr']:g}", str(len(group.runs))]
+        rows.append([*cells, *map(spread, accuracies), *map(format_bytes, costs)])
+    return markdown(["method", "setting", "rate", "seeds", "last", "best", "bytes a round", "client memory"], rows)
+
+
+def equal_words(kind: str) -> str:
+    """Say which method wins where, and which cannot meet the budget."""
+    groups, lines = method_groups(kind), []
+    for axis, sentences in verdicts(groups) if len(groups) > 1 else ():
+        if axis.name in KINDS:  # seconds of a machine that did other work, too, are no measure
+            lines.append(f"- Accuracy against {axis.title}: {' '.join(sentences)}")
+    large = {name: row for name, row in settings(kind).items() if not row["fits"]}
+    if large:
+        needs = ", ".join(
+            f"{PRESETS.get(name, name)} ({format_cost(kind, row['cost'])})" for name, row in large.items()
+        )
+        lines.append(f"- Too large at their smallest: {needs}.")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def one_client() -> str:
+    """Show the runs of one client, the largest first."""
+    rows = []
+    for run in sorted(
+        finished_runs(RESULTS / "one-client"), key=lambda run: (-run.last("bytes_down"), run.folder.name)
+    ):
+        options = run.options
+        kept = "1" if options["method"] == "fedavg" else f"{options['compression']:g}"
+        cells = [run.folder.name, kept, str(options.get("rows", 1)), format_bytes(run.last("bytes_down"))]
+        rows.append([*cells, format_bytes(run.memory()), f"{100 * _best(run):.1f}", f"{100 * _last(run):.1f}"])
+    return markdown(["run", "compression", "rows", "weights", "client memory", "best", "last"], rows)
+
+
+def _last(run: Run) -> float:
+    return run.last("accuracy")
+
+
+def _best(run: Run) -> float:
+    return run.best("accuracy")
+
+
+def main() -> None:
+    """Draw the pictures."""
+    for kind in KINDS:
+        groups = method_groups(kind)
+        for axis in AXES if len(groups) > 1 else ():
+            if axis.name in KINDS:
+                to_png(pareto_picture(points(groups, axis), axis), RESULTS / f"equal-{kind}" / f"{axis.name}.png")
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "equal_bytes": lambda: equal_table("bytes"),
+    "equal_bytes_words": lambda: equal_words("bytes"),
+    "equal_memory": lambda: equal_table("memory"),
+    "equal_memory_words": lambda: equal_words("memory"),
+    "one_client": one_client,
+}
+
+if __name__ == "__main__":
+    main()
