@@ -17,6 +17,8 @@ KINDS = ("balanced", "random")
 U64 = npt.NDArray[np.uint64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
+BLOCK = 1 << 15
+"""Coordinates that are drawn at a time: all of their intermediate numbers stay in the processor's cache."""
 
 
 class Hash(NamedTuple):
@@ -79,23 +81,32 @@ def draw(keys: list[int], size: int, length: int, kind: str = "balanced") -> Has
         raise OptionError(f"hash={kind!r} is not known. Choose one of: {', '.join(KINDS)}.")
     if not 1 <= length <= size:
         raise OptionError(f"length={length} is not between 1 and {size}, the size of the sketched mode.")
-    coordinates = np.arange(size, dtype=np.uint64)[None, :]
-    with np.errstate(over="ignore"):
-        state = mix(np.asarray(keys, dtype=np.uint64))[:, None] + (coordinates + np.uint64(1)) * _GOLDEN
-        places, signs = mix(state), mix(state ^ _GOLDEN)
+    state, shape = mix(np.asarray(keys, dtype=np.uint64))[:, None], (len(keys), size)
+    index, sign = np.empty(shape, np.int64), np.empty(shape, np.int8)
+    for part in _blocks(size, max(1, BLOCK // max(1, len(keys)))):
+        coordinates = np.arange(part.start, part.stop, dtype=np.uint64)[None, :]
+        with np.errstate(over="ignore"):
+            drawn = state + (coordinates + np.uint64(1)) * _GOLDEN
+            places, signs = mix(drawn), mix(drawn ^ _GOLDEN)
+        sign[:, part] = 1 - 2 * (signs >> np.uint64(63)).astype(np.int8)
+        if kind == "random":
+            places = (places >> np.uint64(32)) * np.uint64(length) >> np.uint64(32)
+        index[:, part] = places.view(np.int64)
     if kind == "balanced":
-        order = np.argsort(places, axis=1, kind="stable")
-        index = np.empty_like(order)
+        order = np.argsort(index.view(np.uint64), axis=1, kind="stable")
         np.put_along_axis(index, order, np.arange(size)[None, :] % length, axis=1)
-    else:
-        index = ((places >> np.uint64(32)) * np.uint64(length) >> np.uint64(32)).astype(np.int64)
-    return Hash(index.astype(np.int64), (1 - 2 * (signs >> np.uint64(63)).astype(np.int8)).astype(np.int8))
+    return Hash(index, sign)
 
 
 def loads(index: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
     """Count the coordinates in each bucket: (batch, size) -> (batch, length)."""
     batch = np.arange(len(index))[:, None] * length
     return np.bincount((index + batch).ravel(), minlength=len(index) * length).reshape(len(index), length)
+
+
+def _blocks(size: int, step: int) -> list[slice]:
+    """Divide a range into parts of so many, the last one shorter."""
+    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 
 def _step(state: int) -> int:

@@ -15,7 +15,9 @@ No matrix H is ever built: every operation here is one signed sum over the rows 
 backward, with as many additions as the tensor has elements.
 """
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -263,8 +265,42 @@ def median(rows: Tensor) -> Tensor:
     k = len(rows)
     if k <= 2:
         return rows.mean(0) if k == 2 else rows[0]
-    ordered = rows.sort(dim=0).values
-    return ordered[(k - 1) // 2 : k // 2 + 1].mean(0)
+    if rows.requires_grad or torch.compiler.is_compiling():  # exchanges would keep every step of theirs for gradients
+        return rows.sort(dim=0).values[(k - 1) // 2 : k // 2 + 1].mean(0)
+    ordered = sort_rows(rows.unbind())
+    return ordered[k // 2] if k % 2 else (ordered[k // 2 - 1] + ordered[k // 2]) / 2
+
+
+def sort_rows(rows: Sequence[Tensor]) -> list[Tensor]:
+    """Sort each coordinate over tensors of one shape, by exchanging minima and maxima of pairs of them.
+
+    For tens of rows this is about ten times as fast as `torch.sort`, which also makes indices of eight bytes.
+
+    >>> torch.stack(sort_rows([torch.tensor([3, 1]), torch.tensor([2, 5]), torch.tensor([1, 9])])).tolist()
+    [[1, 1], [2, 5], [3, 9]]
+    """
+    ordered = list(rows)
+    for low, high in _exchanges(len(ordered)):
+        a, b = ordered[low], ordered[high]
+        ordered[low], ordered[high] = torch.minimum(a, b), torch.maximum(a, b)
+    return ordered
+
+
+@functools.lru_cache(maxsize=8)
+def _exchanges(n: int) -> list[tuple[int, int]]:
+    """List the pairs of Batcher's odd-even merge sort of n values (Knuth, The Art of Computer Programming, 5.2.2 M)."""
+    pairs = []
+    merged = 1
+    while merged < n:
+        gap = merged
+        while gap:
+            for start in range(gap % merged, n - gap, 2 * gap):
+                for low in range(start, min(start + gap, n - gap)):
+                    if low // (2 * merged) == (low + gap) // (2 * merged):
+                        pairs.append((low, low + gap))
+            gap //= 2
+        merged *= 2
+    return pairs
 
 
 def solve_least(apply: Any, adjoint: Any, target: Tensor, tolerance: float | None = None, steps: int = 1000) -> Tensor:

@@ -21,6 +21,8 @@ from comfetch.sketching import expand, median, row_keys
 NORMS = ("max", "l2")
 WIDTHS = (1, 2, 4, 8)
 """Bits of a packed code: so many that a byte holds a whole number of codes."""
+BLOCK = 1 << 17
+"""Coordinates that are worked on at a time: they stay in the processor's cache."""
 
 
 class Compressor(Protocol):
@@ -153,21 +155,34 @@ class Quantise:
 
     def encode(self, vector: Tensor, sizes: Sequence[int], generator: torch.Generator) -> State:
         """Encode x as packed codes and the norm of each bucket."""
-        rows = torch.nn.functional.pad(vector, (0, -len(vector) % self.bucket)).view(-1, self.bucket)
+        codes, norms = zip(*(self._encode(part, generator) for part in vector.split(self._step)), strict=True)
+        return {"codes": torch.cat(codes), "norms": torch.cat(norms)}
+
+    def _encode(self, x: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        rows = torch.nn.functional.pad(x, (0, -len(x) % self.bucket)).view(-1, self.bucket)
         norms = rows.norm(dim=1) if self.norm == "l2" else rows.abs().amax(1)
         usable = (norms > 0) & norms.isfinite()
         steps = self.levels / torch.where(usable, norms, 1)
-        levels = torch.where(usable[:, None], rows.abs() * steps[:, None], 0).view(-1)[: len(vector)]
-        noise = torch.rand(len(vector), generator=generator, dtype=vector.dtype).to(vector.device)
+        levels = torch.where(usable[:, None], rows.abs() * steps[:, None], 0).view(-1)[: len(x)]
+        noise = torch.rand(len(x), generator=generator, dtype=x.dtype).to(x.device)
         code = (levels + noise).floor().clamp(max=self.levels).to(torch.int16)
-        shifted = torch.where(vector < 0, -code, code) + self.levels
-        return {"codes": pack(shifted.to(torch.uint8), self.width), "norms": norms}
+        shifted = torch.where(x < 0, -code, code) + self.levels
+        return pack(shifted.to(torch.uint8), self.width), norms
 
     def decode(self, code: State, sizes: Sequence[int]) -> Tensor:
         """Decode norm · code / s."""
-        codes = unpack(code["codes"], self.width, sum(sizes)).to(torch.int16) - self.levels
-        norms = code["norms"].repeat_interleave(self.bucket)[: sum(sizes)]
-        return norms * codes / self.levels
+        decoded = code["norms"].new_empty(sum(sizes))
+        packed, norms = self._step * self.width // 8, self._step // self.bucket
+        parts = zip(decoded.split(self._step), code["codes"].split(packed), code["norms"].split(norms), strict=True)
+        for x, codes, scale in parts:
+            levels = unpack(codes, self.width, len(x)).to(torch.int16) - self.levels
+            torch.div(scale.repeat_interleave(self.bucket)[: len(x)] * levels, self.levels, out=x)
+        return decoded
+
+    @property
+    def _step(self) -> int:
+        """Coordinates that are worked on at a time: whole buckets, and whole bytes of codes."""
+        return self.bucket * 8 * max(1, BLOCK // (8 * self.bucket))
 
     def expected(self, sizes: Sequence[int], dtype: torch.dtype) -> State:
         """Expect the packed codes and a norm for each bucket."""
@@ -218,7 +233,11 @@ class CountSketch:
     def unsketch(self, table: Tensor) -> Tensor:
         """Estimate x: the median over r of sign_r[j] · table[r, index_r[j]]."""
         index, sign = self.index.to(table.device), self.sign.to(table.device)
-        return median(torch.stack([expand(*row) for row in zip(table, index, sign, strict=True)]))
+        estimate = table.new_empty(index.shape[1])
+        parts = zip(estimate.split(BLOCK), index.split(BLOCK, dim=1), sign.split(BLOCK, dim=1), strict=True)
+        for x, places, signs in parts:
+            x.copy_(median(torch.stack([expand(*row) for row in zip(table, places, signs, strict=True)])))
+        return estimate
 
 
 @functools.lru_cache(maxsize=2)
