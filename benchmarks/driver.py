@@ -33,9 +33,9 @@ from torch import Tensor, nn
 
 from comfetch import hashing
 from comfetch.data import Examples, Task
+from comfetch.federation import Federation, make_federation
 from comfetch.methods import Comfetch, FedAvg, Local
 from comfetch.models import mlp
-from comfetch.simulation import Federation, make_federation
 
 RESULTS = Path(__file__).parent / "results" / "driver.json"
 BOUND = 0.5

@@ -27,9 +27,9 @@ from flwr.simulation import run_simulation
 
 from benchmarks.federation_app.federation_app.task import answer, make_batches, perceptron
 from comfetch.data import Examples, Task
+from comfetch.federation import Federation, make_federation
 from comfetch.flower import Strategy
 from comfetch.methods import Comfetch, FedAvg, Local
-from comfetch.simulation import Federation, make_federation
 from examples.federation import MARK, processes
 
 CLIENTS, WIDTH, STEPS, BATCH = 100, 128, 5, 16

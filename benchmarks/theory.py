@@ -38,9 +38,9 @@ from torch import Tensor, nn
 
 from comfetch import hashing, sketching
 from comfetch.data import Examples, Task
+from comfetch.federation import make_federation
 from comfetch.methods import Comfetch, Local
 from comfetch.records import read_json, write_json
-from comfetch.simulation import make_federation
 from comfetch.transforms import chain, error_feedback, momentum, scale, top_k
 
 RESULTS = Path(__file__).parent / "results" / "theory"

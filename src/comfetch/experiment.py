@@ -15,8 +15,9 @@ from typing import Any
 from comfetch import hashing, records
 from comfetch.capacity import parse_capacities
 from comfetch.data import KINDS, Task, load_task
-from comfetch.driver import Channel
+from comfetch.driver import Channel, Record
 from comfetch.errors import ModelError, OptionError
+from comfetch.federation import Federation
 from comfetch.footprint import meta_model
 from comfetch.methods import METHODS, Local, Method, Server
 from comfetch.methods.averaging import RULES, WEIGHTINGS, Averaging
@@ -26,7 +27,7 @@ from comfetch.models import MODELS, NORMS, STEMS, constructor
 from comfetch.plan import MODES
 from comfetch.policy import POLICIES
 from comfetch.privacy import PLACES, Privacy
-from comfetch.simulation import EVALUATIONS, Engine, Federation, History, Record, simulate
+from comfetch.simulation import EVALUATIONS, Engine, History, simulate
 from comfetch.sketching import SCALES
 from comfetch.transforms import SECOND_MOMENTS, Transform, adaptive, chain, error_feedback, momentum, scale, top_k
 from comfetch.wire import FORMATS, Wire

@@ -17,10 +17,10 @@ from flwr.simulation import run_simulation
 from numpy.lib import format as npy
 
 from comfetch.experiment import Experiment
+from comfetch.federation import make_federation
 from comfetch.flower import Strategy, client_app
 from comfetch.flower.apps import site_of
 from comfetch.flower.client import Site
-from comfetch.simulation import make_federation
 
 NAME = "3.weight"
 HONEST = 3

@@ -15,11 +15,11 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
 from comfetch.experiment import Experiment
+from comfetch.federation import make_federation
 from comfetch.flower import Strategy, client_app
 from comfetch.flower.apps import site_of
 from comfetch.flower.client import MEMORY
 from comfetch.methods import METHODS
-from comfetch.simulation import make_federation
 
 ROUNDS = 2
 BASE = {"task": "digits", "limit": 160, "clients": 3, "rounds": ROUNDS, "batch_size": 16, "fraction": 0.67, "key": 4}

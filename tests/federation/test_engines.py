@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from comfetch.experiment import Experiment
+from comfetch.federation import make_federation
 from comfetch.footprint import meta_model
 from comfetch.methods import Client
-from comfetch.simulation import make_federation
 from examples.federation import Loopback
 from tests.end_to_end.commands import finish, start
 

@@ -19,9 +19,9 @@ import torch
 
 from comfetch.driver import Round, train_client, train_seed
 from comfetch.experiment import Experiment
+from comfetch.federation import Federation, make_federation
 from comfetch.methods import Server
 from comfetch.records import load_checkpoint
-from comfetch.simulation import Federation, make_federation
 from examples.federation import Loopback, Run
 
 HERE = Path(__file__).resolve().parent

@@ -9,8 +9,9 @@ import torch
 from comfetch.data import load_task
 from comfetch.driver import Channel, Round, train_client, train_seed
 from comfetch.experiment import Experiment
+from comfetch.federation import make_federation
 from comfetch.methods import METHODS, Message
-from comfetch.simulation import make_federation, simulate
+from comfetch.simulation import simulate
 
 
 def experiment(name: str, **options) -> Experiment:

@@ -10,10 +10,11 @@ from comfetch.data import load_task
 from comfetch.driver import Channel, Round, sample
 from comfetch.errors import OptionError
 from comfetch.experiment import Experiment
+from comfetch.federation import make_federation
 from comfetch.methods import EF21, Averaging, Client, Comfetch, FedAvg, FedRolex, Local, Message
 from comfetch.models import mlp
 from comfetch.privacy import Privacy
-from comfetch.simulation import make_federation, simulate
+from comfetch.simulation import simulate
 from comfetch.wire import Wire
 
 BUILD = lambda: mlp(width=128, depth=2)  # noqa: E731

@@ -10,10 +10,11 @@ from torch import nn
 from comfetch.data import load_task
 from comfetch.errors import OptionError, RunError
 from comfetch.experiment import Experiment
+from comfetch.federation import make_federation
 from comfetch.files import load_state
 from comfetch.methods import Comfetch, FedAvg, Local, Message
 from comfetch.records import finished, read_rounds
-from comfetch.simulation import make_federation, simulate
+from comfetch.simulation import simulate
 
 FAST = Local(lr=0.003, batch_size=64)
 

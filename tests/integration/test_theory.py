@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks import theory
 from benchmarks.result_tables import rate_slopes
-from comfetch.simulation import make_federation
+from comfetch.federation import make_federation
 
 PROBLEMS = ("least squares", "logistic regression")
 

@@ -10,9 +10,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from comfetch.data import partition_table
+from comfetch.driver import Record
 from comfetch.errors import OptionError
+from comfetch.federation import Federation
 from comfetch.footprint import format_bytes
-from comfetch.simulation import Federation, Record
 
 
 class Watch:

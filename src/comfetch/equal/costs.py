@@ -19,10 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from comfetch.data import Task
 from comfetch.errors import ModelError, OptionError
 from comfetch.experiment import Experiment
+from comfetch.federation import Federation, make_federation
 from comfetch.footprint import format_bytes, meta_model
 from comfetch.methods import Client, Local, LocalTopK, Method, Server, Trained
 from comfetch.methods.base import Build, LocalData, State
-from comfetch.simulation import Federation, make_federation
 
 KINDS = ("bytes", "memory", "flops")
 PERIOD = 10

@@ -17,12 +17,14 @@ from flwr.common import log
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
+from comfetch.driver import Record
 from comfetch.errors import OptionError, RunError
 from comfetch.experiment import Experiment
+from comfetch.federation import Federation, make_federation
 from comfetch.flower.client import Site, client_app
 from comfetch.flower.strategy import Strategy, describe, tell
 from comfetch.methods.base import Server
-from comfetch.simulation import Federation, History, Record, make_federation
+from comfetch.simulation import History
 
 RUNNING: dict[str, Any] = {
     "out": "", "resume": False, "data_dir": "", "device": "cpu", "timeout": 3600.0, "min_nodes": 0, "wait": 600.0,
