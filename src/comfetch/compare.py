@@ -4,7 +4,7 @@ On equal terms, every experiment is sized to one budget first, and those that ca
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,18 @@ class Planned:
     sized: Sized | None = None
 
 
-def plan_runs(tomls: Path, runs: Path, terms: Terms | None = None, meter: Meter | None = None) -> list[Planned]:
+OnSize = Callable[[str, Sized], None]
+"""Called with the name of an experiment and to what it was sized, as soon as that is known."""
+
+
+def plan_runs(
+    tomls: Path, runs: Path, terms: Terms | None = None, meter: Meter | None = None, on_size: OnSize | None = None
+) -> list[Planned]:
     """Read the experiments `tomls/*.toml`, whose runs are in `runs`; raise all problems before anything is run."""
     experiments, problems = _read(tomls)
     if terms is not None and problems:
         raise RunError("\n".join(problems))
-    sizes = size_all(experiments, terms, meter or Meter(), runs) if terms else {}
+    sizes = size_all(experiments, terms, meter or Meter(), runs, on_size) if terms else {}
     planned = []
     for name, given in experiments.items():
         sized = sizes.get(name)
@@ -98,8 +104,9 @@ def _state(experiment: Experiment, folder: Path) -> str:
 
 
 def size_all(
-    experiments: Mapping[str, Experiment], terms: Terms, meter: Meter, runs: Path | None = None
-) -> dict[str, Sized]:
+    experiments: Mapping[str, Experiment], terms: Terms, meter: Meter, runs: Path | None = None,
+    on_size: OnSize | None = None,
+) -> dict[str, Sized]:  # fmt: skip
     """Size experiments to one budget; those that have begun in `runs` under the same terms keep their size.
 
     Experiments that differ in their random numbers only are sized once, for the first of these.
@@ -118,6 +125,8 @@ def size_all(
         one, budget = experiments[names[0]], budgets[names[0]]
         sized = _begun(one, terms, budget, meter, runs / names[0] if runs else None)
         sized = sized or noted(size_to(one, budget, terms.kind, meter), terms)
+        if on_size is not None:
+            on_size(names[0], sized)
         for name in names:
             draws = {option: getattr(experiments[name], option) for option in ("seed", "key")}
             sizes[name] = dataclasses.replace(sized, experiment=dataclasses.replace(sized.experiment, **draws))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from comfetch import records
-from comfetch.compare import Terms, by_draws, read_experiments, size_all
+from comfetch.compare import OnSize, Terms, by_draws, read_experiments, size_all
 from comfetch.equal import Meter
 from comfetch.errors import OptionError, RunError
 from comfetch.experiment import Experiment
@@ -72,7 +72,7 @@ class Tuned:
 
 def tune(
     folder: Path, search: Search | None = None, *, terms: Terms | None = None, data_dir: str | None = None,
-    device: str = "cpu", on_trial: Callable[[str, dict[str, Any]], None] | None = None,
+    device: str = "cpu", on_trial: Callable[[str, dict[str, Any]], None] | None = None, on_size: OnSize | None = None,
 ) -> list[Tuned]:  # fmt: skip
     """Find a rate for every experiment `folder/*.toml`, and write it there as `lr`; all other options stay.
 
@@ -81,13 +81,13 @@ def tune(
 
     Args:
         terms: size the experiments first, as their comparison will. Those that cannot meet the budget are left alone.
-        on_trial: called with the name and the record of each trial that is run.
+        on_trial: called with the name and the record of each trial that is run. on_size: with each size that is found.
     """
     search = search or Search()
     experiments = read_experiments(folder)
     sized = experiments
     if terms is not None:
-        sizes = size_all(experiments, terms, Meter(data_dir))
+        sizes = size_all(experiments, terms, Meter(data_dir), on_size=on_size)
         sized = {name: one.experiment for name, one in sizes.items() if one.fits}
     found = []
     for names in by_draws({name: dataclasses.replace(one, lr=search.lowest) for name, one in sized.items()}):

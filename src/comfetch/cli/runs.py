@@ -11,7 +11,7 @@ from rich.console import Console
 from comfetch import records
 from comfetch.cli.options import FIELDS, RUNNING, DataDir, Device, Quiet, Threads, set_threads, takes_options
 from comfetch.cli.watch import Follow, Watch
-from comfetch.compare import TOO_LARGE, Planned, Terms, cost_table, note_sizes, plan_runs
+from comfetch.compare import TOO_LARGE, OnSize, Planned, Terms, cost_table, note_sizes, plan_runs
 from comfetch.equal import KINDS, Meter
 from comfetch.errors import ComfetchError, OptionError, RunError
 from comfetch.experiment import Experiment, read_experiment
@@ -170,7 +170,7 @@ def compare(
     set_threads(threads)
     terms, meter = read_terms(equal, budget), Meter(data_dir)
     folder = out or Path("runs") / experiments.resolve().name
-    planned = plan_runs(experiments, folder, terms, meter)
+    planned = plan_runs(experiments, folder, terms, meter, _say_size(quiet))
     if dry_run or terms is not None:
         show = typer.echo if dry_run else Watch(Console(), quiet).say
         show(cost_table(planned, meter))
@@ -197,6 +197,12 @@ def read_terms(equal: str | None, budget: str | None) -> Terms | None:
         missing, given = ("--equal", "--budget") if equal is None else ("--budget", "--equal")
         raise OptionError(f"{given} needs {missing}. Write, for example, --equal bytes --budget comfetch@10.")
     return None if equal is None or budget is None else Terms(equal, budget)
+
+
+def _say_size(quiet: bool) -> OnSize:
+    """Return what tells each size as soon as it is found: for large models that takes a while."""
+    watch = Watch(Console(stderr=True), quiet)
+    return lambda name, sized: watch.say(f"{name}: {sized.verdict}")
 
 
 def _run_planned(one: Planned, watch: Watch, data_dir: str | None, device: str) -> list[str]:
@@ -242,8 +248,9 @@ def tune(
 
     try:
         found = find_rates(
-            experiments, search, terms=read_terms(equal, budget), data_dir=data_dir, device=device, on_trial=told
-        )
+            experiments, search, terms=read_terms(equal, budget), data_dir=data_dir, device=device, on_trial=told,
+            on_size=_say_size(quiet),
+        )  # fmt: skip
     except KeyboardInterrupt as stop:
         typer.echo("comfetch: interrupted. Finished trials are saved; the same command goes on with them.", err=True)
         raise typer.Exit(INTERRUPTED) from stop
