@@ -1,6 +1,8 @@
 """Make tables and pictures of the comparisons on equal terms, and the table of the runs with one client.
 
-python -m benchmarks.equal_tables    # draw benchmarks/results/equal-*/*.png (tables: make tables)
+    python -m benchmarks.equal_tables    # draw benchmarks/results/equal-*/*.png
+
+The tables themselves are written by `make tables`.
 """
 
 from collections.abc import Callable
@@ -73,9 +75,8 @@ def equal_words(kind: str) -> str:
 def one_client() -> str:
     """Show the runs of one client, the largest first."""
     rows = []
-    for run in sorted(
-        finished_runs(RESULTS / "one-client"), key=lambda run: (-run.last("bytes_down"), run.folder.name)
-    ):
+    runs = finished_runs(RESULTS / "one-client")
+    for run in sorted(runs, key=lambda run: (-run.last("bytes_down"), run.folder.name)):
         options = run.options
         kept = "1" if options["method"] == "fedavg" else f"{options['compression']:g}"
         cells = [run.folder.name, kept, str(options.get("rows", 1)), format_bytes(run.last("bytes_down"))]

@@ -133,7 +133,7 @@ def keep_freed_memory() -> None:
     """Let glibc keep what is freed, as it does in a training process that has loaded its data.
 
     It returns memory above a limit to the system, and sets that limit by the largest block freed so far, up to 32 MB.
-    Without this, a fifth of a sketched step would be the system's work on pages that go and come back.
+    Without this, a tenth of a sketched step is the system's work on pages that go and come back.
     """
     torch.zeros(31 * 2**20, dtype=torch.uint8)
 

@@ -1,0 +1,64 @@
+"""Tables and pictures of runs on equal terms are made from their records."""
+
+import shutil
+
+import pytest
+
+from benchmarks import equal_tables
+from comfetch.compare import Terms, note_sizes, plan_runs
+from comfetch.records import format_toml
+
+METHODS = {"comfetch": {}, "narrow": {}, "fedavg": {}, "mask-l1": {"method_options": "kind = 'l1'"}}
+RUN = {"task": "digits", "rounds": 1, "clients": 2, "limit": 100}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("equal")
+    (folder / "tomls").mkdir()
+    for name, options in METHODS.items():
+        for seed in (0, 1):
+            told = {**RUN, "method": name.split("-")[0], **options, "seed": seed, "key": seed}
+            (folder / "tomls" / f"{name}-seed{seed}.toml").write_text(format_toml(told))
+    terms = Terms("bytes", "comfetch@10")
+    planned = plan_runs(folder / "tomls", folder / "equal-bytes", terms)
+    for one in planned:
+        if one.state == "missing":
+            one.experiment.run(one.folder)
+    note_sizes(planned, terms, folder / "equal-bytes")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(results, monkeypatch):
+    monkeypatch.setattr(equal_tables, "RESULTS", results)
+
+
+def test_every_method_that_fits_has_a_row_with_its_seeds() -> None:
+    _, _, *rows = equal_tables.equal_table("bytes").splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert sorted(row[0] for row in cells) == ["comfetch, default", "mask-l1", "narrow"]
+    assert {row[3] for row in cells} == {"2"} and all("±" in row[4] for row in cells)
+    assert next(row[1] for row in cells if row[0] == "comfetch, default") == "compression 10"
+
+
+def test_words_tell_the_best_and_those_that_are_too_large() -> None:
+    words = equal_tables.equal_words("bytes")
+    assert "is best" in words and "- Too large at their smallest: fedavg (" in words
+
+
+def test_runs_that_were_cut_are_left_out(results, tmp_path) -> None:
+    copied = shutil.copytree(results / "equal-bytes", tmp_path / "runs")
+    assert len(equal_tables.finished_runs(copied)) == 6
+    (copied / "narrow-seed1" / "full.safetensors").unlink()
+    assert len(equal_tables.finished_runs(copied)) == 5
+
+
+def test_pictures_are_drawn(results) -> None:
+    equal_tables.main()
+    assert {path.name for path in (results / "equal-bytes").glob("*.png")} == {"bytes.png", "memory.png"}
+
+
+def test_no_records_give_empty_tables(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(equal_tables, "RESULTS", tmp_path)
+    assert all(len(make().splitlines()) in (0, 2) for make in equal_tables.TABLES.values())
