@@ -132,8 +132,8 @@ def fit(x: Tensor, dim: int, size: int) -> Tensor:
 def keep_freed_memory() -> None:
     """Let glibc keep what is freed, as it was seen to do in runs on CIFAR-10.
 
-    It returns memory above a limit to the system, and sets that limit by the largest block freed so far that has at most 32 MB.
-    Without this, a tenth of a sketched step is the system's work on pages that go and come back.
+    It returns memory above a limit to the system, and sets that limit by the largest block freed so far, of those up to
+    32 MB. Without this, a tenth of a sketched step is the system's work on pages that go and come back.
     """
     torch.zeros(31 * 2**20, dtype=torch.uint8)
 
