@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.result_tables import markdown, spread
+from comfetch.compare import SEED
 from comfetch.equal import format_cost
 from comfetch.footprint import format_bytes
 from comfetch.pareto import AXES, exchange_bytes, points, verdicts
@@ -19,7 +20,6 @@ from comfetch.report import Group, Run, read_run
 
 RESULTS = Path(__file__).parent / "results"
 KINDS = ("bytes", "memory")
-SEED = "-seed"
 PRESETS = {"comfetch": "comfetch, default", "comfetch-paper": "comfetch, paper"}
 
 

@@ -1,10 +1,10 @@
 """Run the paper's language experiment: an LSTM tagger, its gates sketched, against smaller LSTMs and FetchSGD.
 
     python -m benchmarks.language search    # find each row's learning rate on a validation split, write the experiments
-    python -m benchmarks.language run       # run every experiment with three seeds
+    comfetch compare benchmarks/experiments/language --seeds 3 --out benchmarks/results/language
     python -m benchmarks.language sizes     # print the parameters of each row, for the paper's 39 tags and for ours
 
-Both take row names to run only some, skip what is finished, and go on with what was cut. The data is found by
+The search takes row names to search only some, and skips the trials that are on record. The data is found by
 COMFETCH_DATA.
 
 **The search** is the same for all rows: Adam with five learning rates, one seed, a tenth of the training sentences held
@@ -29,7 +29,7 @@ import torch
 from comfetch import records
 from comfetch.data import Task, load_task
 from comfetch.errors import RunError
-from comfetch.experiment import Experiment, read_experiment
+from comfetch.experiment import Experiment
 from comfetch.methods import Comfetch
 from comfetch.models import constructor
 
@@ -158,18 +158,6 @@ def _append(trial: dict[str, Any]) -> None:
         file.write(json.dumps(trial) + "\n")
 
 
-def run(names: Iterable[str], say: Callable[[str], None]) -> None:
-    """Run what is missing of the experiments, with all seeds."""
-    for seed in SEEDS:
-        for task, name, _ in _pairs(names):
-            experiment = read_experiment(EXPERIMENTS / f"{task}-{name}.toml", {"seed": seed, "key": seed})
-            folder = folder_of(task, name, seed)
-            if records.rounds_done(folder) >= experiment.rounds:
-                continue
-            history = experiment.run(folder, resume=(folder / records.CHECKPOINT).exists())
-            say(f"{task} {name} seed {seed}: {history.accuracy:.4f}")
-
-
 def folder_of(task: str, name: str, seed: int) -> Path:
     """Return the folder of a run."""
     return RESULTS / f"{task}-{name}-seed{seed}"
@@ -191,7 +179,7 @@ def sizes() -> None:
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("search", "run", "sizes"))
+    parser.add_argument("what", choices=("search", "sizes"))
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"only these: {', '.join(ROWS)}")
     given = parser.parse_args()
     if unknown := [name for name in given.rows if name not in ROWS]:
@@ -199,7 +187,7 @@ def main() -> None:
     if given.what == "sizes":
         sizes()
     else:
-        (search if given.what == "search" else run)(given.rows, partial(print, flush=True))
+        search(given.rows, partial(print, flush=True))
 
 
 if __name__ == "__main__":

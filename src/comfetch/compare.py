@@ -21,6 +21,7 @@ TERMS = (
 )  # fmt: skip
 """Options that all experiments must share to be compared on equal terms."""
 TOO_LARGE = "too large"
+SEED = "-seed"
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,17 @@ OnSize = Callable[[str, Sized], None]
 
 
 def plan_runs(
-    tomls: Path, runs: Path, terms: Terms | None = None, meter: Meter | None = None, on_size: OnSize | None = None
-) -> list[Planned]:
-    """Read the experiments `tomls/*.toml`, whose runs are in `runs`; raise all problems before anything is run."""
+    tomls: Path, runs: Path, terms: Terms | None = None, meter: Meter | None = None, on_size: OnSize | None = None,
+    seeds: int | None = None,
+) -> list[Planned]:  # fmt: skip
+    """Read the experiments `tomls/*.toml`, whose runs are in `runs`; raise all problems before anything is run.
+
+    Args:
+        seeds: run each experiment so many times, in `runs/name-seed0` and so on; None runs it once, in `runs/name`.
+    """
     experiments, problems = _read(tomls)
+    if seeds is not None:
+        experiments = with_seeds(experiments, seeds)
     if terms is not None and problems:
         raise RunError("\n".join(problems))
     sizes = size_all(experiments, terms, meter or Meter(), runs, on_size) if terms else {}
@@ -94,6 +102,20 @@ def _read(tomls: Path) -> tuple[dict[str, Experiment], list[str]]:
         except ComfetchError as error:
             problems.append(str(error))
     return found, problems
+
+
+def with_seeds(experiments: Mapping[str, Experiment], seeds: int) -> dict[str, Experiment]:
+    """Repeat experiments as `name-seed0` and so on, all of the first seed before those of the next.
+
+    The first has the seed and the key of the experiment itself; both grow by one from each to the next.
+    """
+    if seeds < 1:
+        raise OptionError(f"seeds={seeds} is below 1. It is how many times each experiment is run.")
+    return {
+        f"{name}{SEED}{one.seed + extra}": dataclasses.replace(one, seed=one.seed + extra, key=one.key + extra)
+        for extra in range(seeds)
+        for name, one in experiments.items()
+    }
 
 
 def _state(experiment: Experiment, folder: Path) -> str:

@@ -210,6 +210,19 @@ def test_compare_runs_what_is_missing_and_resumes_what_was_cut() -> None:
     assert models == {path: path.stat().st_mtime_ns for path in Path("runs").rglob("*.safetensors")}
 
 
+def test_compare_repeats_experiments_with_further_seeds() -> None:
+    write_toml("tomls/a.toml", method="fedavg", seed=3)
+    assert comfetch("compare", "tomls", "--seeds", "2").code == 0
+    assert {path.name for path in Path("runs/tomls").iterdir()} == {"a-seed3", "a-seed4"}
+    drawn = [tomllib.loads(Path(f"runs/tomls/a-seed{seed}/run.toml").read_text()) for seed in (3, 4)]
+    assert [(run["seed"], run["key"]) for run in drawn] == [(3, 0), (4, 1)]
+    assert drawn[1] == {**drawn[0], "seed": 4, "key": 1}
+    more = comfetch("compare", "tomls", "--seeds", "3")
+    assert "a-seed4: finished" in more.out and "a-seed5: missing" in more.out
+    assert len(group_runs(find_runs([Path("runs/tomls")]))) == 1
+    assert "seeds=0 is below 1" in comfetch("compare", "tomls", "--seeds", "0").told
+
+
 def test_compare_refuses_another_configuration_before_it_runs_anything() -> None:
     write_toml("tomls/b.toml")
     assert comfetch("compare", "tomls", "--out", "out").code == 0

@@ -146,6 +146,7 @@ def summary(history: History) -> str:
 def compare(
     experiments: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of TOML files, one a run.")],
     out: Annotated[Path | None, typer.Option(help="Folder of the runs.", show_default="runs/<name of DIR>")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Run each so many times, in OUT/name-seed0 and so on.")] = None,
     equal: Equal = None, budget: Budget = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes and costs, and run nothing.")] = False,
     data_dir: DataDir = None, device: Device = "cpu", threads: Threads = None, quiet: Quiet = False,
@@ -155,13 +156,15 @@ def compare(
     What is missing is run, what was cut goes on, what is finished stays. A run folder that holds another configuration
     is never touched: it is refused before anything is run. A run that fails does not stop the others.
 
+    With --seeds 3, each experiment is run three times, with seed and key as its file says, then one and two higher.
+
     With --equal, every experiment is first sized to one budget, by the one setting that makes its method larger or
     smaller; one that cannot meet it is named, with what it needs, and is not run. Data, federation and random numbers
     must be the same for all. --dry-run prints what each would cost a client.
 
     Examples:
 
-        comfetch compare experiments --out runs/experiments && comfetch report runs/experiments
+        comfetch compare experiments --seeds 3 --out runs/experiments && comfetch report runs/experiments
 
         comfetch compare experiments --equal bytes --budget comfetch@10 --dry-run
 
@@ -170,7 +173,7 @@ def compare(
     set_threads(threads)
     terms, meter = read_terms(equal, budget), Meter(data_dir)
     folder = out or Path("runs") / experiments.resolve().name
-    planned = plan_runs(experiments, folder, terms, meter, _say_size(quiet))
+    planned = plan_runs(experiments, folder, terms, meter, _say_size(quiet), seeds)
     if dry_run or terms is not None:
         show = typer.echo if dry_run else Watch(Console(), quiet).say
         show(cost_table(planned, meter))
