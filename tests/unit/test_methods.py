@@ -1,4 +1,5 @@
 import dataclasses
+import json
 
 import pytest
 import safetensors.torch
@@ -50,6 +51,17 @@ def test_the_download_is_sketched_and_small():
     assert isinstance(model[2], SketchedLayer)
     model.load_state_dict(message.state)
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+
+
+def test_lengths_by_layer_go_before_the_compression_and_reach_the_client():
+    method = Comfetch(4, sketch={"length": {"2": 8, "0": 16}, "blocks": 2})
+    message = method.download(method.start(build), CLIENT)
+    assert message.state["2.weight"].shape == (8, 32) and message.state["0.weight"].shape == (16, 6)
+    told = json.loads(message.text["sketch"])
+    again = Comfetch(told.pop("compression"), sketch=told)
+    again.client_model(build, CLIENT, message).load_state_dict(message.state)
+    with pytest.raises(OptionError, match="leave out capacities"):
+        Comfetch(4, sketch={"length": 8}, capacities=(1, 2))
 
 
 def test_a_forgotten_load_is_loud():

@@ -31,7 +31,8 @@ class Comfetch:
     """Sketch both directions and the client's memory: it holds, gets and sends S = A W alone, and a 64-bit key.
 
     Args:
-        compression: factor by which each sketched weight shrinks. Further fields of `policy.Settings` go into `sketch`.
+        compression: factor by which each sketched weight shrinks. Further fields of `policy.Settings` go into `sketch`;
+            a `length` there, for all layers or by layer name, goes before the compression.
         local: how a client trains. uploads: the new small "weights", or one "gradient" (Algorithms 1 and 2).
         server: transforms of the averaged update; for gradients they must contain the learning rate (`scale`).
         space: where they work: on the "full" update, or on the "sketch" while the hash is fixed.
@@ -67,8 +68,11 @@ class Comfetch:
         unknown = self.sketch.keys() - {f.name for f in dataclasses.fields(Settings)}
         if unknown:
             raise OptionError(f"sketch: unknown settings {', '.join(sorted(unknown))}.")
-        self.settings = Settings(compression=self.compression, key=self.key, **self.sketch)
+        sized = "length" in self.sketch
+        self.settings = Settings(compression=None if sized else self.compression, key=self.key, **self.sketch)
         if self.capacities is not None:
+            if sized:
+                raise OptionError("sketch: length goes for all clients. Leave it out, or leave out capacities.")
             self.capacities = check_capacities(self.capacities, self.settings)
             self.compression = max(self.capacities)
             self.settings = dataclasses.replace(self.settings, compression=self.compression)
@@ -117,7 +121,7 @@ class Comfetch:
         """Send S = A W, the other weights as they are, the key, and what else a client needs to build its model."""
         capacity = self._class(client)
         text = {"round": str(server.round), "key": f"{self.key:016x}", "draw": str(self._draw(server.round))}
-        text["sketch"] = json.dumps({"compression": self.settings.compression, **self.sketch}, separators=(",", ":"))
+        text["sketch"] = json.dumps({"compression": self.compression, **self.sketch}, separators=(",", ":"))
         if self.capacities is not None:
             text |= {"capacity": f"{capacity:g}", "capacities": format_capacities(self.capacities)}
         return Message(dict(self._sketch(server, capacity)), text)
