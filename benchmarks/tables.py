@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks import cifar_tables, driver, equal_tables, federation, layers, result_tables
+from benchmarks import cifar_tables, driver, equal_tables, federation, layers, result_tables, settings_tables
 from benchmarks.result_tables import markdown
 from comfetch.footprint import format_bytes
 from comfetch.records import read_options, read_rounds
@@ -66,6 +66,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **result_tables.TABLES,
     **cifar_tables.TABLES,
     **equal_tables.TABLES,
+    **settings_tables.TABLES,
 }
 
 

@@ -224,6 +224,8 @@ class Federation:
             if local is None or getattr(self.method, "uploads", "weights") == "gradient":
                 return torch.optim.SGD(parameters, lr=0.0)
             made: torch.optim.Optimizer = OPTIMISERS[local.optimiser](parameters, lr=local.lr, **local.settings)
+            if local.is_fused:  # beyond its state, which its first step makes, it takes no memory
+                made.register_step_post_hook(lambda *_: setattr(made, "step", lambda: None))
             return made
 
         counted = count(model, inputs, optimiser)

@@ -99,6 +99,18 @@ def test_a_kept_optimiser_goes_on_where_it_was(name):
     torch.testing.assert_close(model.weight, whole.weight)
 
 
+@pytest.mark.parametrize(
+    ("local", "fused"),
+    [
+        (Local("adam"), True), (Local("adamw", settings={"weight_decay": 0.1}), True), (Local("sgd"), None),
+        (Local("adam", settings={"foreach": True}), None), (Local("adam", settings={"fused": False}), False),
+    ],
+)  # fmt: skip
+def test_adam_works_in_one_pass_unless_told_otherwise(local, fused):
+    assert local.make_optimiser(build()).defaults["fused"] is fused
+    assert not local.make_optimiser(build().to("meta")).defaults["fused"]
+
+
 def test_a_fresh_optimiser_starts_anew():
     kept, fresh = build(), build()
     memory = {}

@@ -1,0 +1,49 @@
+"""Make the tables of what each setting of the sketch is worth, from the committed records."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.equal_tables import finished_runs
+from benchmarks.result_tables import markdown, spread
+from comfetch.compare import SEED
+from comfetch.footprint import format_bytes
+from comfetch.pareto import exchange_bytes
+from comfetch.report import Group
+
+RESULTS = Path(__file__).parent / "results"
+DEFAULT = "default"
+DRAWN = {"seed", "key"}
+
+
+def settings_table(model: str) -> str:
+    """Show the settings of one model, the best first, and what sets each apart from the default."""
+    groups: dict[str, Group] = {}
+    for run in finished_runs(RESULTS / f"settings-{model}"):
+        name = run.folder.name.split(SEED)[0]
+        groups.setdefault(name, Group(name)).runs.append(run)
+    rows = []
+    for name, group in groups.items():
+        options = group.runs[0].options
+        apart = "the default" if name == DEFAULT else difference(options, groups[DEFAULT].runs[0].options)
+        last, best = ([100 * getattr(run, which)("accuracy") for run in group.runs] for which in ("last", "best"))
+        costs = [format_bytes(group.values(measure)[0]) for measure in (exchange_bytes, lambda run: run.memory())]
+        rows.append((sum(last) / len(last), [name, apart, str(len(last)), spread(last), spread(best), *costs]))
+    ordered = [cells for _, cells in sorted(rows, key=lambda row: -row[0])]
+    return markdown(["run", "what differs", "seeds", "last", "best", "bytes a round", "client memory"], ordered)
+
+
+def difference(options: dict[str, Any], default: dict[str, Any]) -> str:
+    """Say which options of a run are not the default's."""
+    told = []
+    for name in sorted(options.keys() | default.keys()):
+        if name not in DRAWN and options.get(name) != default.get(name):
+            value = options.get(name)
+            told.append(f"`{name}` {value:g}" if isinstance(value, float) else f"`{name}` {value}")
+    return ", ".join(told)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "settings_resnet18": lambda: settings_table("resnet18"),
+    "settings_vit": lambda: settings_table("vit"),
+}
