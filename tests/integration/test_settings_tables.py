@@ -1,0 +1,32 @@
+"""The table of settings is made from records."""
+
+import pytest
+
+from benchmarks import settings_tables
+from comfetch.compare import plan_runs
+from comfetch.records import format_toml
+
+RUN = {"task": "digits", "rounds": 1, "clients": 2, "limit": 100, "compression": 8.0}
+
+
+def test_settings_are_told_by_what_differs_from_the_default(tmp_path, monkeypatch) -> None:
+    tomls = tmp_path / "tomls"
+    tomls.mkdir()
+    for name, options in {"default": {}, "blocks-2": {"blocks": "2"}, "narrow": {"method": "narrow"}}.items():
+        (tomls / f"{name}.toml").write_text(format_toml({**RUN, **options}))
+    for one in plan_runs(tomls, tmp_path / "settings-vit", seeds=2):
+        one.experiment.run(one.folder)
+    monkeypatch.setattr(settings_tables, "RESULTS", tmp_path)
+    _, _, *rows = settings_tables.settings_table("vit").splitlines()
+    cells = {row[0]: row[1:] for row in ([cell.strip() for cell in row.strip("|").split("|")] for row in rows)}
+    told = {name: row[0] for name, row in cells.items()}
+    assert told == {"default": "the default", "blocks-2": "`blocks` 2", "narrow": "`method` narrow"}
+    assert all(row[1] == "2" and "±" in row[2] for row in cells.values())
+    means = [float(row[2].split()[0]) for row in cells.values()]
+    assert means == sorted(means, reverse=True)
+
+
+@pytest.mark.parametrize("model", ["resnet18", "vit"])
+def test_no_records_give_an_empty_table(model, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(settings_tables, "RESULTS", tmp_path)
+    assert len(settings_tables.settings_table(model).splitlines()) == 2
