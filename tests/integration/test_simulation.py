@@ -10,7 +10,7 @@ from torch import nn
 from comfetch.data import load_task
 from comfetch.errors import OptionError, RunError
 from comfetch.experiment import Experiment
-from comfetch.federation import make_federation
+from comfetch.federation import make_federation, stands_for
 from comfetch.files import load_state
 from comfetch.methods import Comfetch, FedAvg, Local, Message
 from comfetch.records import finished, read_rounds
@@ -44,6 +44,25 @@ def test_a_run_learns_and_its_records_are_complete(digits):
     wanted = {"round", "loss", "accuracy", "accuracy_full", "bytes_down", "bytes_up", "client_memory", "seconds"}
     assert wanted <= last.keys()
     assert [r["round"] for r in history.records] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "alike"),
+    [
+        ({}, True), ({"sketch": {"scale": "isometric", "hash": "random"}}, True), ({"redraw": 1}, False),
+        ({"sketch": {"scale": "count"}}, False), ({"sketch": {"rows": 3}}, False),
+    ],
+)  # fmt: skip
+def test_one_test_serves_both_models_only_where_they_compute_alike(digits, options, alike):
+    federation = make_federation(Comfetch(4, local=FAST, **options), digits, small, clients=4)
+    server = federation.start()
+    for _ in range(3):
+        server, _ = federation.round(server)
+    sketched, full = federation.final_models(server)
+    assert stands_for(sketched, full) is alike
+    record = federation.evaluate(server)
+    assert record["accuracy_full"] == pytest.approx(federation.test(full, digits.test)[1], abs=0.003)
+    assert (record["accuracy_full"] == record["accuracy"]) or not alike
 
 
 def test_the_same_key_and_seed_give_the_same_run_bit_for_bit(digits):
