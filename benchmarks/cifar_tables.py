@@ -72,7 +72,7 @@ def presets() -> str:
         "default, compression 32": "default/compression-32",
         "paper, compression 4": "paper/iid-kept-25",
         "paper, compression 10": "paper/iid-kept-10",
-        "FedAvg": "paper/iid-kept-100",
+        "paper, FedAvg": "paper/iid-kept-100",
     }.items():
         if len(rounds := read_rounds(RESULTS / folder)) >= AT[0]:
             last = rounds[-1]
