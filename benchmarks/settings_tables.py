@@ -7,10 +7,12 @@ from typing import Any
 from benchmarks.equal_tables import finished_runs
 from benchmarks.result_tables import markdown, spread
 from comfetch.compare import SEED
+from comfetch.experiment import read_experiment
 from comfetch.footprint import format_bytes
 from comfetch.pareto import exchange_bytes
 from comfetch.report import Group
 
+EXPERIMENTS = Path(__file__).parent / "experiments"
 RESULTS = Path(__file__).parent / "results"
 DEFAULT = "default"
 DRAWN = {"seed", "key"}
@@ -22,10 +24,10 @@ def settings_table(model: str) -> str:
     for run in finished_runs(RESULTS / f"settings-{model}"):
         name = run.folder.name.split(SEED)[0]
         groups.setdefault(name, Group(name)).runs.append(run)
+    default = read_experiment(EXPERIMENTS / f"settings-{model}" / f"{DEFAULT}.toml").options()
     rows = []
     for name, group in groups.items():
-        options = group.runs[0].options
-        apart = "the default" if name == DEFAULT else difference(options, groups[DEFAULT].runs[0].options)
+        apart = difference(group.runs[0].options, default) or "nothing"
         last, best = ([100 * getattr(run, which)("accuracy") for run in group.runs] for which in ("last", "best"))
         costs = [format_bytes(group.values(measure)[0]) for measure in (exchange_bytes, lambda run: run.memory())]
         rows.append((sum(last) / len(last), [name, apart, str(len(last)), spread(last), spread(best), *costs]))

@@ -10,17 +10,18 @@ RUN = {"task": "digits", "rounds": 1, "clients": 2, "limit": 100, "compression":
 
 
 def test_settings_are_told_by_what_differs_from_the_default(tmp_path, monkeypatch) -> None:
-    tomls = tmp_path / "tomls"
-    tomls.mkdir()
+    tomls = tmp_path / "tomls" / "settings-vit"
+    tomls.mkdir(parents=True)
     for name, options in {"default": {}, "blocks-2": {"blocks": "2"}, "narrow": {"method": "narrow"}}.items():
         (tomls / f"{name}.toml").write_text(format_toml({**RUN, **options}))
     for one in plan_runs(tomls, tmp_path / "settings-vit", seeds=2):
         one.experiment.run(one.folder)
     monkeypatch.setattr(settings_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(settings_tables, "EXPERIMENTS", tmp_path / "tomls")
     _, _, *rows = settings_tables.settings_table("vit").splitlines()
     cells = {row[0]: row[1:] for row in ([cell.strip() for cell in row.strip("|").split("|")] for row in rows)}
     told = {name: row[0] for name, row in cells.items()}
-    assert told == {"default": "the default", "blocks-2": "`blocks` 2", "narrow": "`method` narrow"}
+    assert told == {"default": "nothing", "blocks-2": "`blocks` 2", "narrow": "`method` narrow"}
     assert all(row[1] == "2" and "±" in row[2] for row in cells.values())
     means = [float(row[2].split()[0]) for row in cells.values()]
     assert means == sorted(means, reverse=True)
