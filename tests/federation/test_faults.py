@@ -222,7 +222,7 @@ def test_an_answer_that_comes_too_late_is_not_used_and_the_node_takes_part_again
     the first message that has not. So a node that always takes too long is always left out, but is never behind by
     more than one message.
     """
-    node, timeout = game.federation.members["node-1"].node_id, 15 * pace()
+    node, timeout = game.federation.members["node-1"].node_id, 30 * pace()
     game.hold(1, 1)
     run = game.start(rounds=2, timeout=timeout)
     game.until_held(1, 1)
