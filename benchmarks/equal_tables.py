@@ -29,12 +29,18 @@ def finished_runs(folder: Path) -> list[Run]:
     return [read_run(file.parent) for file in files if finished(file.parent, read_options(file)["rounds"])]
 
 
-def method_groups(kind: str) -> list[Group]:
-    """Put the seeds of each method together, the best method first."""
+def seed_groups(folder: Path) -> dict[str, Group]:
+    """Put the seeds of each finished experiment together, by its name."""
     groups: dict[str, Group] = {}
-    for run in finished_runs(RESULTS / f"equal-{kind}"):
+    for run in finished_runs(folder):
         name = run.folder.name.split(SEED)[0]
         groups.setdefault(name, Group(PRESETS.get(name, name))).runs.append(run)
+    return groups
+
+
+def method_groups(kind: str) -> list[Group]:
+    """Put the seeds of each method together, the best method first."""
+    groups = seed_groups(RESULTS / f"equal-{kind}")
     return sorted(groups.values(), key=lambda group: -group.values(lambda run: run.last("accuracy"))[0])
 
 

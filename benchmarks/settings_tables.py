@@ -4,13 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.equal_tables import finished_runs
+from benchmarks.equal_tables import seed_groups
 from benchmarks.result_tables import markdown, spread
-from comfetch.compare import SEED
 from comfetch.experiment import read_experiment
 from comfetch.footprint import format_bytes
 from comfetch.pareto import exchange_bytes
-from comfetch.report import Group
 
 EXPERIMENTS = Path(__file__).parent / "experiments"
 RESULTS = Path(__file__).parent / "results"
@@ -20,13 +18,9 @@ DRAWN = {"seed", "key"}
 
 def settings_table(model: str) -> str:
     """Show the settings of one model, the best first, and what sets each apart from the default."""
-    groups: dict[str, Group] = {}
-    for run in finished_runs(RESULTS / f"settings-{model}"):
-        name = run.folder.name.split(SEED)[0]
-        groups.setdefault(name, Group(name)).runs.append(run)
     default = read_experiment(EXPERIMENTS / f"settings-{model}" / f"{DEFAULT}.toml").options()
     rows = []
-    for name, group in groups.items():
+    for name, group in seed_groups(RESULTS / f"settings-{model}").items():
         apart = difference(group.runs[0].options, default) or "nothing"
         last, best = ([100 * getattr(run, which)("accuracy") for run in group.runs] for which in ("last", "best"))
         costs = [format_bytes(group.values(measure)[0]) for measure in (exchange_bytes, lambda run: run.memory())]

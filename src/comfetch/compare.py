@@ -112,7 +112,9 @@ def with_seeds(experiments: Mapping[str, Experiment], seeds: int) -> dict[str, E
     if seeds < 1:
         raise OptionError(f"seeds={seeds} is below 1. It is how many times each experiment is run.")
     return {
-        f"{name}{SEED}{one.seed + extra}": dataclasses.replace(one, seed=one.seed + extra, key=one.key + extra)
+        f"{name}{SEED}{one.seed + extra}": Experiment.of(
+            {**one.options(), "seed": one.seed + extra, "key": one.key + extra}
+        )
         for extra in range(seeds)
         for name, one in experiments.items()
     }

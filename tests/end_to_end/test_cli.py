@@ -221,6 +221,9 @@ def test_compare_repeats_experiments_with_further_seeds() -> None:
     assert "a-seed4: finished" in more.out and "a-seed5: missing" in more.out
     assert len(group_runs(find_runs([Path("runs/tomls")]))) == 1
     assert "seeds=0 is below 1" in comfetch("compare", "tomls", "--seeds", "0").told
+    write_toml("tomls/a.toml", seed=2**63 - 1)
+    assert "seed=9223372036854775808" in comfetch("compare", "tomls", "--seeds", "2", "--out", "out").told
+    assert not Path("out").exists()
 
 
 def test_compare_refuses_another_configuration_before_it_runs_anything() -> None:

@@ -19,7 +19,7 @@ from comfetch.methods.averaging import Averaging
 from comfetch.methods.base import Build, Client, LocalData, Message, Server, State, Trained, Upload, start_server
 from comfetch.methods.local import Local, one_gradient, train_locally
 from comfetch.plan import Plan
-from comfetch.policy import Settings
+from comfetch.policy import Settings, check_compression
 from comfetch.transforms import Transform, chain, error_feedback
 
 UPLOADS = ("weights", "gradient")
@@ -65,7 +65,12 @@ class Comfetch:
                 raise OptionError(f"{option}={value!r} is not known. Choose one of: {', '.join(known)}.")
         if self.redraw is not None and self.redraw < 1:
             raise OptionError(f"redraw={self.redraw} is below 1. It is the number of rounds a hash is kept.")
+        if not isinstance(self.sketch, dict):
+            raise OptionError(f"sketch={self.sketch!r} is no table. Write, for example, {{ blocks = 8 }}.")
+        check_compression(self.compression)
         unknown = self.sketch.keys() - {f.name for f in dataclasses.fields(Settings)}
+        if own := self.sketch.keys() & {"compression", "key"}:
+            raise OptionError(f"sketch: {', '.join(sorted(own))} stands outside of it, as an option of the method.")
         if unknown:
             raise OptionError(f"sketch: unknown settings {', '.join(sorted(unknown))}.")
         sized = "length" in self.sketch
