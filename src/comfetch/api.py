@@ -31,6 +31,7 @@ def sketch(
     hash: str = "balanced",
     scale: str = "mean",
     policy: str = "default",
+    spread: float = 0.0,
     only: str | Iterable[str] | None = None,
     skip: str | Iterable[str] | None = None,
     batch: Any = None,
@@ -54,6 +55,9 @@ def sketch(
         final classifier, 1x1 shortcuts, and
             layers below 8192 weights. "all" sketches every supported layer. "paper" sketches all but the final linear
             layer, with lengths rounded down instead of to multiples of 8.
+        spread: how much harder large layers are compressed than small ones, at the same number of weights in all: a
+            layer of n weights by a factor proportional to n^spread. 0 compresses all alike; 0.5 is often more accurate,
+            for more work: early layers, small but applied at many places, keep more.
         only, skip: names or patterns of layers to sketch, whatever the policy says, and to leave full.
 
     >>> model = sketch(lambda: nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 256), nn.Linear(256, 2)), compression=4)
@@ -61,7 +65,7 @@ def sketch(
     torch.Size([64, 64])
     """
     built = _built(model_or_constructor)
-    settings = Settings(compression, length, key, mode, rows, blocks, hash, scale, policy, only, skip)
+    settings = Settings(compression, length, key, mode, rows, blocks, hash, scale, policy, spread, only, skip)
     plan = _plan(built.model, settings, budget, batch, optimiser)
     return swap_given(built.model, plan) if isinstance(model_or_constructor, nn.Module) else swap_fresh(built, plan)
 

@@ -116,7 +116,7 @@ def _lengthen(name: str, plan: WeightPlan, factor: float, capacity: float) -> We
     if out > plan.geometry.outputs or inp > plan.geometry.inputs:
         raise OptionError(
             f"capacities: {name} would have the length {max(out, inp)} in class {capacity:g}, above its size. "
-            "Leave out the class, or give it a larger compression."
+            "Leave out the class, give it a larger compression, or set spread=0."
         )
     return dataclasses.replace(plan, length=(out, inp))
 

@@ -33,7 +33,7 @@ from comfetch.transforms import SECOND_MOMENTS, Transform, adaptive, chain, erro
 from comfetch.wire import FORMATS, Wire
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "default": {"server_momentum": 0.3},
+    "default": {"server_momentum": 0.3, "spread": 0.5},
     "paper": {
         "hash": "random", "blocks": "1", "scale": "count", "policy": "paper", "optimiser": "adam", "lr": 0.001,
         "batch_size": 128, "keep_optimiser": True, "load_rates": True, "weighting": "uniform",
@@ -77,6 +77,10 @@ class Experiment:
     hash: str = _option("balanced", SKETCH, "Kind of hash.", hashing.KINDS)
     scale: str = _option("mean", SKETCH, "Scale of the sketch.", SCALES)
     policy: str = _option("default", SKETCH, "Which layers are sketched.", POLICIES)
+    spread: float = _option(
+        0.0, SKETCH, "How much harder large layers are compressed: by a factor as their size to this power (0 to 1); "
+        "the default preset's is 0.5, or 0 with capacities.",
+    )  # fmt: skip
     redraw: int | None = _option(None, SKETCH, "Draw new hashes every so many rounds.")
     uploads: str = _option("weights", SKETCH, "What clients send; one gradient a round is Algorithms 1, 2.", UPLOADS)
     space: str = _option("full", SKETCH, "Where the server's momentum and error live.", SPACES)
@@ -145,6 +149,8 @@ class Experiment:
         preset = dict(PRESETS[options.get("preset", "default")])
         if options.get("uploads") == "gradient" or options.get("server_optimiser", "none") != "none":
             preset.pop("server_momentum", None)
+        if options.get("capacities") is not None:  # the largest classes would exceed the smallest layers
+            preset.pop("spread", None)
         return cls(**{**preset, **options})
 
     def options(self) -> dict[str, Any]:
@@ -215,7 +221,7 @@ class Experiment:
     def sketch(self) -> dict[str, Any]:
         """Return the settings of the sketch, besides compression and key."""
         blocks = self.blocks if self.blocks == "auto" else _whole("blocks", self.blocks)
-        names = ("mode", "rows", "hash", "scale", "policy")
+        names = ("mode", "rows", "hash", "scale", "policy", "spread")
         return {"blocks": blocks, **{name: getattr(self, name) for name in names}}
 
     def load(self, data_dir: str | None = None) -> tuple[Task, Callable[[], Any]]:

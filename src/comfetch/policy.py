@@ -1,9 +1,10 @@
 """Decide which layers of a model are sketched, and how: settings -> Plan."""
 
+import dataclasses
 import fnmatch
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ class Settings:
     hash: str = "balanced"
     scale: str = "mean"
     policy: str = "default"
+    spread: float = 0.0
     only: str | Iterable[str] | None = None
     skip: str | Iterable[str] | None = None
 
@@ -56,6 +58,11 @@ class Settings:
         if self.length is not None and not isinstance(self.length, Mapping) and not _is_count(self.length):
             raise OptionError(
                 f"length={self.length!r} is not a whole number of at least 1, nor a mapping from layer name to one."
+            )
+        if isinstance(self.spread, bool) or not isinstance(self.spread, int | float) or not 0 <= self.spread <= 1:
+            raise OptionError(
+                f"spread={self.spread!r} is not between 0, where all layers shrink alike, and 1, where all become "
+                "equally large."
             )
 
 
@@ -99,10 +106,15 @@ def make_plan(model: nn.Module, settings: Settings) -> Plan:
         raise ModelError.of(problems)
     candidates, kept = find_candidates(model, settings, problems)
     chosen = _choose(model, candidates, settings, kept, problems)
+    factors = _factors(chosen, settings)
     weights: dict[str, WeightPlan] = {}
-    for candidate in chosen:
+    for candidate, factor in zip(chosen, factors, strict=True):
+        if factor == 1 and settings.compression not in (None, 1):
+            kept[candidate.name] = f"spread={settings.spread:g} leaves nothing to save"
+            continue
         problems += [f"{candidate.name}: {problem}" for problem in _obstacles(candidate)]
-        _plan_layer(candidate, settings, weights, kept, problems)
+        own = settings if settings.compression is None else dataclasses.replace(settings, compression=factor)
+        _plan_layer(candidate, own, weights, kept, problems)
     if problems:
         raise ModelError.of(problems)
     if not weights:
@@ -269,6 +281,31 @@ def _obstacles(candidate: Candidate) -> list[str]:
         if weight not in parameters:
             problems.append(f"its {weight} is not a parameter (weight_norm, pruning?). Remove that, or skip it.")
     return problems
+
+
+def _factors(candidates: list[Candidate], settings: Settings) -> list[float]:
+    """Return the compression of each layer: together they keep 1/compression of the weights (`spread_factors`)."""
+    sizes = [candidate.weights() for candidate in candidates]
+    return spread_factors(sizes, settings.compression or 1.0, settings.spread)
+
+
+def spread_factors(sizes: Sequence[int], compression: float, spread: float) -> list[float]:
+    """Return a compression for each layer of n weights: f ∝ n^spread, at least 1, with Σ n/f = Σ n / compression.
+
+    >>> spread_factors([100, 10000], 10, 0.0), spread_factors([100, 10000], 10, 0.5)
+    ([10, 10], [1.08..., 10.89...])
+    """
+    if not spread or compression == 1:
+        return [compression] * len(sizes)
+    full: set[int] = set()
+    while True:
+        budget = sum(sizes) / compression - sum(sizes[i] for i in full)
+        unit = budget / sum(n ** (1 - spread) for i, n in enumerate(sizes) if i not in full)
+        factors = [1.0 if i in full else n**spread / unit for i, n in enumerate(sizes)]
+        above = {i for i, factor in enumerate(factors) if factor <= 1}
+        if above == full:
+            return factors
+        full = above
 
 
 def _plan_layer(

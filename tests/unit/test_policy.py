@@ -1,16 +1,19 @@
 """Which layers are sketched, to which length, in how many blocks; and what is refused."""
 
+import math
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import comfetch as cf
 from comfetch.errors import ComfetchError, ModelError, OptionError
 from comfetch.layers import REGISTRY
-from comfetch.policy import POLICIES, SMALLEST, Settings, make_plan, shorten
+from comfetch.policy import POLICIES, SMALLEST, Settings, make_plan, shorten, spread_factors
 
 
 class Block(nn.Module):
@@ -267,6 +270,10 @@ def test_all_problems_are_reported_at_once() -> None:
     [
         ({"compression": 0.25}, "compression=0.25 is below 1. It is a factor: 4 means four times smaller."),
         ({"compression": "4"}, "not a number"),
+        ({"spread": -0.5}, "spread=-0.5 is not between 0, where all layers shrink alike, and 1"),
+        ({"spread": 1.5}, "spread=1.5 is not between"),
+        ({"spread": "0.5"}, "spread='0.5' is not between"),
+        ({"spread": float("nan")}, "spread=nan is not between"),
         ({"compression": True}, "not a number"),
         ({"compression": float("nan")}, "not a number"),
         ({"compression": float("inf")}, "not a number"),
@@ -309,6 +316,41 @@ def test_lengths_of_8_and_more_are_multiples_of_8(size: int, compression: float,
 @pytest.mark.parametrize("size, compression, length", [(512, 10, 51), (64, 10, 6), (3, 8, 1), (90, 3, 30), (49, 7, 7)])
 def test_lengths_of_the_paper_are_rounded_down(size: int, compression: float, length: int) -> None:
     assert shorten(size, compression, exact=True) == length
+
+
+@given(
+    sizes=st.lists(st.integers(1, 10**8), min_size=1, max_size=30),
+    compression=st.floats(1, 1000), spread=st.floats(0, 1),
+)  # fmt: skip
+def test_spread_keeps_the_number_of_weights(sizes: list[int], compression: float, spread: float) -> None:
+    factors = spread_factors(sizes, compression, spread)
+    assert all(factor >= 1 for factor in factors)
+    kept = sum(n / factor for n, factor in zip(sizes, factors, strict=True))
+    assert kept == pytest.approx(sum(sizes) / compression)
+    shrunk = [(n, factor) for n, factor in zip(sizes, factors, strict=True) if factor > 1]
+    for n, factor in shrunk:
+        assert factor / shrunk[0][1] == pytest.approx((n / shrunk[0][0]) ** spread)
+
+
+def test_large_layers_are_compressed_harder_at_the_same_number_of_weights() -> None:
+    even, spread = (plan(Residual(), compression=8, spread=s) for s in (0, 0.5))
+    small, large = "block1.conv1.weight", "block2.conv2.weight"
+    assert spread[small].compression < even[small].compression
+    assert spread[large].compression > even[large].compression
+    assert sum(math.prod(p.small_shape) for p in spread.values()) == pytest.approx(
+        sum(math.prod(p.small_shape) for p in even.values()), rel=0.05
+    )
+    assert [p.blocks for p in even.values()] == [8] * 4
+    assert spread[small].blocks < spread[large].blocks  # each layer has about as many as its own compression
+
+
+def test_a_layer_that_spread_would_not_compress_stays_full() -> None:
+    found = plan(Residual(), compression=1.5, spread=1)
+    assert set(found.kept) - set(plan(Residual(), compression=1.5).kept) == {"block1.conv1", "block1.conv2"}
+    assert found.kept["block1.conv1"] == "spread=1 leaves nothing to save"
+    assert (
+        len(plan(Residual(), compression=1, spread=1)) == 4
+    )  # nothing is saved anywhere: all are sketched as they are
 
 
 def test_both_modes_share_the_compression_by_its_square_root_with_one_block() -> None:
