@@ -42,8 +42,9 @@ SEEDS = (0, 1, 2)
 TASKS = ("mnli-pos", "ewt-pos")
 FEDERATION: dict[str, Any] = {
     "clients": 10, "rounds": 10, "local_epochs": 1, "batch_size": 64, "optimiser": "adam", "server_momentum": 0.0,
+    "spread": 0.0,
 }  # fmt: skip
-"""The same for all rows: plain averages, as in the paper."""
+"""The same for all rows: plain averages, as in the paper; the gates are one layer, so there is nothing to spread."""
 TRIAL: dict[str, Any] = {"validation": 0.1, "fraction": 0.3, "seed": 0, "key": 0}
 PAPERS_SKETCH: dict[str, Any] = {"preset": "paper", "policy": "default"}
 """Random hash, one block, scale `count`, rates times loads, kept Adam; but only the gates are sketched."""

@@ -301,7 +301,7 @@ def spread_factors(sizes: Sequence[int], compression: float, spread: float) -> l
     while True:
         budget = sum(sizes) / compression - sum(sizes[i] for i in full)
         unit = budget / sum(n ** (1 - spread) for i, n in enumerate(sizes) if i not in full)
-        factors = [1.0 if i in full else n**spread / unit for i, n in enumerate(sizes)]
+        factors = [1.0 if i in full else round(n**spread / unit, 9) for i, n in enumerate(sizes)]
         above = {i for i, factor in enumerate(factors) if factor <= 1}
         if above == full:
             return factors
