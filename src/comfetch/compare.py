@@ -183,7 +183,9 @@ def _begun(one: Experiment, terms: Terms, budget: float, meter: Meter, folder: P
         return None
     kept = {name: getattr(found, name) for name in ("compression", "method_options", "equal")}
     cost = meter.cost(found, terms.kind)
-    sized = Sized(dataclasses.replace(one, **kept), terms.kind, budget, cost, "as its run began")
+    notes = {row["run"]: row["setting"] for row in records.read_json(folder.parent / records.EQUAL).get("runs", [])}
+    setting = notes.get(folder.name, "as its run began")
+    sized = Sized(dataclasses.replace(one, **kept), terms.kind, budget, cost, setting)
     same = sized.experiment == dataclasses.replace(found, rounds=one.rounds)
     return sized if same and sized.fits and noted(sized, terms) == sized else None
 
@@ -225,13 +227,19 @@ def cost_table(planned: Sequence[Planned], meter: Meter) -> str:
 
 
 def note_sizes(planned: Sequence[Planned], terms: Terms, runs: Path) -> None:
-    """Write down beside the runs what was equal, and what could not meet it."""
+    """Write down beside the runs what was equal, and what could not meet it.
+
+    What is noted there of other runs on the same terms stays: a folder may be run in parts.
+    """
     sizes = [(one, one.sized) for one in planned if one.sized is not None]
-    rows = [
-        {"run": one.name, "method": one.experiment.method, "cost": sized.cost, "setting": sized.setting,
-         "fits": sized.fits}
+    rows = {
+        one.name: {"run": one.name, "method": one.experiment.method, "cost": sized.cost, "setting": sized.setting,
+                   "fits": sized.fits}
         for one, sized in sizes
-    ]  # fmt: skip
+    }  # fmt: skip
     records.make_folder(runs)
-    budget = sizes[0][1].budget
-    records.write_json(runs / records.EQUAL, {"kind": terms.kind, "budget": budget, "as": terms.budget, "runs": rows})
+    told = {"kind": terms.kind, "budget": sizes[0][1].budget, "as": terms.budget}
+    before = records.read_json(runs / records.EQUAL)
+    if all(before.get(name) == value for name, value in told.items()):
+        rows = {row["run"]: row for row in before["runs"]} | rows
+    records.write_json(runs / records.EQUAL, {**told, "runs": list(rows.values())})

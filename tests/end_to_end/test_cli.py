@@ -261,11 +261,17 @@ def test_compare_on_equal_terms_sizes_runs_and_resumes() -> None:
     assert begun.code == 0 and "a: missing" in begun.out and "c: too large" in begun.out
     assert {path.name for path in Path("runs/tomls").iterdir()} == {"a", "b", "equal.json"}
     options = tomllib.loads(Path("runs/tomls/b/run.toml").read_text())
-    assert options["equal"] == "bytes 710288 as comfetch@10" and options["compression"] > 4
+    assert options["equal"] == "bytes 710304 as comfetch@10" and options["compression"] > 4
     record = json.loads(Path("runs/tomls/b/rounds.jsonl").read_text().splitlines()[0])
-    assert 0.98 * 710_288 < (record["bytes_down"] + record["bytes_up"]) / 3 <= 710_288
+    assert 0.98 * 710_304 < (record["bytes_down"] + record["bytes_up"]) / 3 <= 710_304
+    notes = Path("runs/tomls/equal.json").read_text()
     again = comfetch("compare", "tomls", *terms)
     assert again.code == 0 and "a: finished" in again.out and "b: finished" in again.out
+    assert Path("runs/tomls/equal.json").read_text() == notes
+    Path("tomls/a.toml").unlink()
+    assert comfetch("compare", "tomls", *terms).code == 0
+    assert Path("runs/tomls/equal.json").read_text() == notes  # what is noted of runs that are not of this folder stays
+    write_toml("tomls/a.toml", method="comfetch")
     assert "another configuration (compression" in comfetch("compare", "tomls").told
     assert comfetch("report", "runs/tomls", "--out", "report.md").code == 0
     page = Path("report.md").read_text()
