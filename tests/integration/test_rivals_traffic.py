@@ -17,6 +17,7 @@ from comfetch.methods.base import TwoPass
 from comfetch.methods.blockwise import Blockwise
 from comfetch.methods.docofl import DoCoFL
 from comfetch.methods.doublesqueeze import DoubleSqueeze
+from comfetch.methods.eden import quantiser
 from comfetch.methods.ef21 import EF21
 from comfetch.methods.fetchsgd import FetchSGD
 from comfetch.methods.qsgd import QSGD
@@ -167,6 +168,21 @@ def rounded(v: np.ndarray, levels: int, bucket: int, seed: int, norm: str = "max
                 size * np.sign(part) * np.floor(levels * np.abs(part) / size + u[i : i + bucket]) / levels
             )
     return out
+
+
+def rotated(v: np.ndarray, bits: int, seed: int) -> np.ndarray:
+    """EDEN with the numbers that a key gives; 54 coordinates are padded to 64."""
+    key = torch.randint(0, 256, (8,), generator=torch.Generator().manual_seed(seed % 2**63), dtype=torch.uint8)
+    (sign,) = hashing.draw([int.from_bytes(key.numpy().tobytes(), "little")], 64, 1, "random").sign
+    h = np.ones((1, 1))
+    for _ in range(6):
+        h = np.kron([[1, 1], [1, -1]], h)
+    rotation, x = h * sign / 8, np.pad(v, (0, 64 - SIZE))
+    if not x.any():
+        return v
+    centroids, unit = quantiser(bits)[0].numpy(), 8 * rotation @ x / np.linalg.norm(x)
+    q = centroids[np.abs(unit[:, None] - centroids).argmin(1)]
+    return (x @ x / (rotation @ x @ q) * rotation.T @ q)[:SIZE]
 
 
 def up_seed(round: int, client: int, key: int) -> int:
@@ -352,17 +368,15 @@ def test_an_upload_that_was_lost_leaves_both_sides_of_ef21_in_step():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("plain", [False, True])
 def test_docofl_equals_its_transcription(mode, plain):
-    method = DoCoFL(
-        4, None if plain else 20, 3, None if plain else 5, 10, rate=0.4, uploads=mode, local=local(mode), key=4
-    )
-    play = run(method, SOME)
+    levels = (None, 1, None) if plain else (20, 1, 7)
+    play = run(DoCoFL(4, *levels, 10, rate=0.4, uploads=mode, local=local(mode), key=4), SOME)
     theta = first()
     for round, present in enumerate(SOME):
         if round % 4 == 0:
             anchor = theta if plain else rounded(theta, 20, 10, hashing.fold(4, "anchor", round))
-        start = anchor + rounded(theta - anchor, 3, 10, hashing.fold(4, "down", round))
+        start = anchor + rotated(theta - anchor, 2, hashing.fold(4, "down", round))
         updates = {i: problems()[i].update(start, mode) for i in present}
-        sent = updates if plain else {i: rounded(g, 5, 10, up_seed(round, i, 4)) for i, g in updates.items()}
+        sent = updates if plain else {i: rotated(g, 4, up_seed(round, i, 4)) for i, g in updates.items()}
         theta = theta - 0.4 * mean(sent)
     close(play, theta)
 
@@ -532,7 +546,7 @@ def test_hostile_answers_in_the_second_exchange_are_refused():
         lambda: DoubleSqueeze("zip"), lambda: DoubleSqueeze("top_k", 0), lambda: Blockwise(1.0), lambda: Artemis(0),
         lambda: Artemis(memory_rate=2), lambda: Artemis(averaging=Averaging(rule="median")), lambda: EF21("quantise"),
         lambda: EF21(averaging=Averaging(rule="median")), lambda: DoCoFL(0), lambda: DoCoFL(down_levels=300),
-        lambda: DoCoFL(rate=float("nan")),
+        lambda: DoCoFL(up_levels=0), lambda: DoCoFL(rate=float("nan")),
     ],
 )  # fmt: skip
 def test_options_that_cannot_be_meant_are_refused(make):

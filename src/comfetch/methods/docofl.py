@@ -10,7 +10,8 @@ from torch import nn
 from comfetch import hashing
 from comfetch.errors import OptionError, RunError
 from comfetch.methods.base import Build, Client, Message, Server, State, Upload
-from comfetch.methods.compressors import Compressor, Plain, Quantise
+from comfetch.methods.compressors import Plain, Quantise
+from comfetch.methods.eden import Eden
 from comfetch.methods.flat import FullModel, generator, prefixed, unprefixed
 from comfetch.methods.replica import note_seen, seen
 
@@ -24,15 +25,16 @@ class DoCoFL(FullModel):
     A client trains from Ŵ = A + Q(W − A) and sends Q(g): W ← W − η mean Q(g_i). The anchor is renewed every so many
     rounds. A client downloads it once, with the first correction that it needs; the paper lets it come beforehand, when
     bandwidth is cheap, which saves time and no bytes. Clients hold the full model and the anchor, and nothing has to be
-    caught up: who joins or was away gets the anchor. All are rounded at random to a few levels, where the paper has an
-    entropy-coded and a rotated quantiser; all clients of a round get the same correction; and there is one anchor at a
-    time, where the paper keeps some older ones for clients that have those. g is the change by local training, unless
-    `uploads` asks for one gradient.
+    caught up: who joins or was away gets the anchor. Corrections and updates are in the code of EDEN, as in the paper.
+    The anchor is rounded at random to a few levels, where the paper has an entropy-coded quantiser; all clients of a
+    round get the same correction; and there is one anchor at a time, where the paper keeps some older ones for clients
+    that have those. g is the change by local training, unless `uploads` asks for one gradient.
 
     Args:
         anchor_rounds: rounds for which an anchor is kept.
-        anchor_levels, down_levels, up_levels: levels of anchor, correction and update, as in `compressors.Quantise`;
-            None sends anchor or update as they are. bucket: coordinates that share a norm.
+        anchor_levels: levels of the anchor, as in `compressors.Quantise`. bucket: its coordinates that share a norm.
+        down_levels, up_levels: bits of a coordinate of correction and update, as many as such levels take there: 1, 7
+            and 127 are 2, 4 and 8 bits. EDEN uses all values of these. None sends anchor or update as they are.
     """
 
     down: ClassVar[str] = "correction of a few bits; every so many rounds an anchor of all weights"
@@ -50,11 +52,9 @@ class DoCoFL(FullModel):
         super().__post_init__()
         if not isinstance(self.anchor_rounds, int) or self.anchor_rounds < 1:
             raise OptionError(f"anchor_rounds={self.anchor_rounds!r} is not a whole number of at least 1.")
-        self.anchors, self.coder = self._compressor(self.anchor_levels), self._compressor(self.up_levels)
-        self.corrections = Quantise(self.down_levels, self.bucket)
-
-    def _compressor(self, levels: int | None) -> Compressor:
-        return Plain() if levels is None else Quantise(levels, self.bucket)
+        self.anchors = Plain() if self.anchor_levels is None else Quantise(self.anchor_levels, self.bucket)
+        self.corrections = Eden(Quantise(self.down_levels, self.bucket).width)
+        self.coder = Plain() if self.up_levels is None else Eden(Quantise(self.up_levels, self.bucket).width)
 
     def start(self, build: Build, given: State | None = None, fresh: bool = True) -> Server:
         """Start with the model as it is built, or with the weights given, and with its anchor."""
