@@ -40,7 +40,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Options that a preset sets; what the user gives besides goes before it. Momentum is for averages of trained weights:
-where clients send gradients, or the server has an optimiser of its own, it is left to the user."""
+where clients send gradients, or the server has an optimiser, it is left to the user; a method with a server rule of its
+own has none."""
+HEEDED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("server_momentum", "server_optimiser", "factor_masking", "top_k"), ("server",)),
+    "server_lr": ("server", "rate"), "uploads": ("uploads",),
+}  # fmt: skip
+"""Options that are refused where a method would not heed them, with the fields of a method of which it needs one."""
 
 
 LARGEST = 1e30
@@ -146,8 +152,11 @@ class Experiment:
                 raise OptionError(f"{name}={value!r} is not known. Choose one of: {', '.join(choices)}.")
         if not 0 <= options.get("seed", 0) < 2**63:
             raise OptionError(f"seed={options['seed']} is not a whole number from 0 to 2^63 - 1.")
+        method = options.get("method", known["method"].default)
+        _check_heeded(method, {n: options[n] for n in HEEDED if n in options and options[n] != known[n].default})
         preset = dict(PRESETS[options.get("preset", "default")])
-        if options.get("uploads") == "gradient" or options.get("server_optimiser", "none") != "none":
+        adaptive_server = options.get("server_optimiser", "none") != "none"
+        if adaptive_server or options.get("uploads") == "gradient" or not _heeds(method, "server_momentum"):
             preset.pop("server_momentum", None)
         if options.get("capacities") is not None:  # the largest classes would exceed the smallest layers
             preset.pop("spread", None)
@@ -196,12 +205,13 @@ class Experiment:
         """Make the method."""
         kind = METHODS[self.method]
         known = {f.name for f in dataclasses.fields(kind)}
+        rate = None if "server" in known else self.server_rate()  # the server's transforms have it already
         given = {
             "compression": self.compression, "key": self.key, "local": self.local(), "server": self.server(),
             "uploads": self.uploads, "space": self.space, "redraw": self.redraw, "sketch": self.sketch(),
             "averaging": Averaging(self.weighting, self.aggregation, self.trim), "policy": self.policy,
             "capacities": None if self.capacities is None else parse_capacities(self.capacities),
-            "rate": self.server_rate() or 1.0,
+            "rate": 1.0 if rate is None else rate,
         }  # fmt: skip
         own = read_method_options(self.method_options or "")
         if unknown := own.keys() - known:
@@ -291,6 +301,20 @@ def _check_type(name: str, value: Any, wanted: Any) -> None:
         raise OptionError(f"{name}={value!r} is not a number below {LARGEST:g}.")
     if isinstance(value, int) and not abs(value) < 2 ** (64 if name == "key" else 63):
         raise OptionError(f"{name}={value!r} has more than 64 bits.")
+
+
+def _check_heeded(method: str, given: Mapping[str, Any]) -> None:
+    """Refuse options that a method would not heed; `given` are those in `HEEDED` that are not at their defaults."""
+    if lost := [name for name in given if not _heeds(method, name)]:
+        others = [other for other in METHODS if all(_heeds(other, name) for name in lost)]
+        raise OptionError(
+            f"{', '.join(f'{name}={given[name]!r}' for name in lost)}: {method} would not heed this. Leave it out, or "
+            f"choose a method that takes it: {', '.join(others)}."
+        )
+
+
+def _heeds(method: str, option: str) -> bool:
+    return bool({f.name for f in dataclasses.fields(METHODS[method])}.intersection(HEEDED[option]))
 
 
 def is_compressed(method: str) -> bool:

@@ -22,6 +22,7 @@ from comfetch.methods.lowrank import LowRank
 from comfetch.methods.mask import Mask, pack_bits, unpack_bits
 from comfetch.methods.narrow import Narrow
 from comfetch.models import resnet9
+from comfetch.transforms import chain, momentum
 from tests.integration.regression import Regression
 
 IN, HIDDEN, OUT = 6, 8, 5
@@ -79,6 +80,11 @@ def run(method, build, data, rounds, capacities=(None,), server=None, memories=N
     return server
 
 
+def with_momentum(rho):
+    """The server's transforms; those of ρ = 0 are none."""
+    return chain(momentum(rho)) if rho else chain()
+
+
 def weighted_mean(values, data):
     weights = np.array([len(d) for d in data], dtype=float)
     return np.tensordot(weights / weights.sum(), np.stack(values), axes=1)
@@ -87,9 +93,10 @@ def weighted_mean(values, data):
 # Sub-models
 
 
-def transcribe_submodels(data, capacities, windows, rounds, scaled):
+def transcribe_submodels(data, capacities, windows, rounds, scaled, rho):
     """HeteroFL's averaging over holders for y = W₂ (W₁ x / r), with windows(round, client, width) of hidden units."""
     w1, w2 = (p.detach().numpy().copy() for p in two_layers().parameters())
+    u1, u2 = np.zeros_like(w1), np.zeros_like(w2)
     for t in range(rounds):
         total1, total2, held = np.zeros_like(w1), np.zeros_like(w2), np.zeros(HIDDEN)
         for i, d in enumerate(data):
@@ -106,8 +113,10 @@ def transcribe_submodels(data, capacities, windows, rounds, scaled):
             total2[:, kept] += len(d) * b
             held[kept] += len(d)
         some = held > 0
-        w1[some] = total1[some] / held[some, None]
-        w2[:, some] = total2[:, some] / held[some]
+        u1, u2 = rho * u1, rho * u2
+        u1[some] += w1[some] - total1[some] / held[some, None]
+        u2[:, some] += w2[:, some] - total2[:, some] / held[some]
+        w1, w2 = w1 - u1, w2 - u2
     return w1, w2
 
 
@@ -119,7 +128,7 @@ def drawn(key):
     return windows
 
 
-@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize(("scaled", "rho"), [(True, 0.0), (False, 0.0), (True, 0.5)])
 @pytest.mark.parametrize(
     ("make", "windows"),
     [
@@ -128,12 +137,12 @@ def drawn(key):
         (FederatedDropout, drawn(7)),
     ],
 )
-def test_submodels_equal_their_transcription(make, windows, scaled):
+def test_submodels_equal_their_transcription(make, windows, scaled, rho):
     capacities = (4.0, 16.0, 2.0)  # no client holds everything: what nobody trains must stay
-    method = make(capacities=capacities, scaled=scaled, local=SGD, key=7)
+    method = make(capacities=capacities, scaled=scaled, local=SGD, server=with_momentum(rho), key=7)
     data = problems(4)
     server = run(method, two_layers, data, 6, capacities)
-    wanted = transcribe_submodels(data, capacities, windows, 6, scaled)
+    wanted = transcribe_submodels(data, capacities, windows, 6, scaled, rho)
     for got, want in zip(server.weights.values(), wanted, strict=True):
         np.testing.assert_allclose(got.numpy(), want, rtol=1e-9, atol=1e-12)
     untouched = np.isclose(server.weights["0.weight"].numpy(), two_layers()[0].weight.detach().numpy()).all(1)
@@ -223,9 +232,9 @@ def test_each_width_has_its_own_statistics_and_the_full_model_those_of_the_wides
 
 
 @pytest.mark.parametrize("kind", ["random", "l1"])
-@pytest.mark.parametrize("scaled", [True, False])
-def test_masked_averaging_equals_its_transcription(kind, scaled):
-    method = Mask(3, kind=kind, scaled=scaled, policy="all", local=SGD, key=5)
+@pytest.mark.parametrize(("scaled", "rho"), [(True, 0.0), (False, 0.0), (True, 0.5)])
+def test_masked_averaging_equals_its_transcription(kind, scaled, rho):
+    method = Mask(3, kind=kind, scaled=scaled, policy="all", local=SGD, server=with_momentum(rho), key=5)
     data = problems()
     server = run(method, one_layer, data, 5)
     w = one_layer().weight.detach().numpy().copy()
@@ -239,6 +248,7 @@ def test_masked_averaging_equals_its_transcription(kind, scaled):
     w = w * mask
     if scaled:
         w *= full / np.linalg.norm(w)
+    u = np.zeros_like(w)
     for _ in range(5):
         ends = []
         for d in data:
@@ -246,7 +256,8 @@ def test_masked_averaging_equals_its_transcription(kind, scaled):
             for _ in range(3):
                 v = v - 0.05 * mask * d.gradient(v)
             ends.append(v)
-        w = weighted_mean(ends, data)
+        u = rho * u + w - weighted_mean(ends, data)
+        w = w - u
     np.testing.assert_allclose(server.weights["weight"].numpy(), w, rtol=1e-10, atol=1e-12)
     assert (w != 0).sum() == count
 
@@ -292,9 +303,10 @@ def test_given_weights_are_masked_but_not_scaled():
 # Low rank
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("scaled", [True, False])
-def test_low_rank_averaging_equals_its_transcription(decay, scaled):
+@pytest.mark.parametrize(
+    ("decay", "scaled", "rho"), [(0.0, True, 0.0), (0.1, True, 0.0), (0.0, False, 0.0), (0.1, False, 0.5)]
+)
+def test_low_rank_averaging_equals_its_transcription(decay, scaled, rho):
     def build():
         torch.manual_seed(0)
         return nn.Linear(16, 12, bias=False).double()
@@ -308,23 +320,28 @@ def test_low_rank_averaging_equals_its_transcription(decay, scaled):
         for i in range(4)
     ]
     capacities = (1.5, 3.0)
-    method = LowRank(capacities=capacities, decay=decay, scaled=scaled, policy="all", local=SGD)
+    rule = with_momentum(rho)
+    method = LowRank(capacities=capacities, decay=decay, scaled=scaled, policy="all", local=SGD, server=rule)
     server = run(method, build, data, 4, capacities)
     w = build().weight.detach().numpy().copy()
     if scaled:
         u, s, v = np.linalg.svd(w, full_matrices=False)
         w = u[:, :4] * s[:4] @ v[:4] * np.linalg.norm(s) / np.linalg.norm(s[:4])
+    m = np.zeros_like(w)
     for _ in range(4):
         u, s, v = np.linalg.svd(w, full_matrices=False)
-        ends = []
+        begins, ends = [], []
         for i, d in enumerate(data):
             rank = int(16 * 12 / (capacities[i % 2] * 28))
             out, small = u[:, :rank] * np.sqrt(s[:rank]), np.sqrt(s[:rank])[:, None] * v[:rank]
+            begins.append(out @ small)
             for _ in range(3):
                 g = d.gradient(out @ small) + decay * out @ small
                 out, small = out - 0.05 * g @ small.T, small - 0.05 * out.T @ g
             ends.append(out @ small)
-        w = weighted_mean(ends, data)
+        sent = weighted_mean(begins, data)
+        m = rho * m + sent - weighted_mean(ends, data)
+        w = sent - m
     np.testing.assert_allclose(server.weights["weight"].numpy(), w, rtol=1e-8, atol=1e-10)
 
 
@@ -416,19 +433,21 @@ def quantised(x: np.ndarray) -> np.ndarray:
     return np.round((x - least) / np.where(step > 0, step, 1)) * step + least
 
 
-@pytest.mark.parametrize("int8", [True, False])
-def test_flocora_equals_its_transcription(int8):
+@pytest.mark.parametrize(("int8", "rho"), [(True, 0.0), (False, 0.0), (True, 0.5)])
+def test_flocora_equals_its_transcription(int8, rho):
     def build():
         torch.manual_seed(0)
         return nn.Linear(IN, OUT, bias=False).double()
 
-    method = FLoCoRA(rank=2, scale=4.0, quantised=int8, policy="all", local=SGD, key=3)
+    rule = with_momentum(rho)
+    method = FLoCoRA(rank=2, scale=4.0, quantised=int8, policy="all", local=SGD, server=rule, key=3)
     data = problems()
     start = method.start(build)
     server = run(method, build, data, 5, server=start)
     base = draw_base(hashing.fold(3, "base", "weight"), Factoring((OUT, IN))).numpy().astype(float)
     small, out = start.extra["adapter/weight_in"].numpy(), np.zeros((OUT, 2))
     code = quantised if int8 else np.copy
+    u = [np.zeros_like(small), np.zeros_like(out)]
     for _ in range(5):
         ends = []
         for d in data:
@@ -437,7 +456,9 @@ def test_flocora_equals_its_transcription(int8):
                 g = 4.0 * d.gradient(base + 4.0 * b @ a)
                 a, b = a - 0.05 * b.T @ g, b - 0.05 * g @ a.T
             ends.append((code(a), code(b)))
-        small, out = (weighted_mean(side, data) for side in zip(*ends, strict=True))
+        sent, means = (code(small), code(out)), [weighted_mean(side, data) for side in zip(*ends, strict=True)]
+        u = [rho * kept + begin - mean for kept, begin, mean in zip(u, sent, means, strict=True)]
+        small, out = (begin - kept for begin, kept in zip(sent, u, strict=True))
     np.testing.assert_allclose(server.weights["weight"].numpy(), base + 4.0 * out @ small, rtol=1e-9, atol=1e-11)
     assert not np.allclose(out, 0)
 

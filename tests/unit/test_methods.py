@@ -11,7 +11,7 @@ from torch import nn
 from comfetch.errors import OptionError, UploadError
 from comfetch.experiment import Experiment
 from comfetch.layers import SketchedLayer
-from comfetch.methods import Client, Comfetch, FedAvg, Local, Message, Upload, check_upload
+from comfetch.methods import METHODS, Client, Comfetch, FedAvg, Local, Message, Upload, check_upload
 from comfetch.methods.averaging import Averaging
 from comfetch.models import resnet18
 from comfetch.transforms import chain, error_feedback, scale, top_k
@@ -221,3 +221,61 @@ def test_rivals_take_the_rate_of_the_server(options, rate):
 )  # fmt: skip
 def test_the_default_preset_has_momentum_for_averages_of_weights(options, momentum):
     assert Experiment.of(options).server_momentum == momentum
+
+
+OWN_RULE = [name for name, kind in METHODS.items() if "server" not in {f.name for f in dataclasses.fields(kind)}]
+"""Methods whose server has a rule of its own."""
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_momentum_is_on_record_only_for_methods_that_apply_it(name):
+    made = Experiment.of({"method": name})
+    assert made.options()["server_momentum"] == (0.0 if name in OWN_RULE else 0.3)
+    assert Experiment.of(made.options()) == made
+    if name not in OWN_RULE:
+        assert [step.factor for step in made.make_method().server.transforms] == [0.3]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("server_momentum", 0.3), ("server_optimiser", "adam"), ("top_k", 0.1), ("factor_masking", True)],
+)
+@pytest.mark.parametrize("name", OWN_RULE)
+def test_a_method_with_a_server_rule_of_its_own_refuses_what_it_would_not_heed(name, option, value):
+    with pytest.raises(OptionError, match=f"^{option}={value!r}: {name} would not heed this. Leave it out") as refused:
+        Experiment.of({"method": name, option: value})
+    others = str(refused.value).partition("takes it: ")[2].rstrip(".").split(", ")
+    assert sorted([*others, *OWN_RULE]) == sorted(METHODS)
+    for other in others:
+        Experiment.of({"method": other, option: value}).make_method()
+
+
+def test_all_options_that_would_not_be_heeded_are_named_at_once():
+    with pytest.raises(OptionError, match=r"^server_momentum=0.5, top_k=0.1: ef21 .* comfetch, fedavg"):
+        Experiment.of({"method": "ef21", "server_momentum": 0.5, "top_k": 0.1, "server_lr": 0.5})
+
+
+def test_a_method_without_any_rate_refuses_that_of_the_server(monkeypatch):
+    Experiment.of({"method": "fetchsgd", "server_lr": 0.5})
+    monkeypatch.setitem(METHODS, "fetchsgd", Local)  # no method is without, yet
+    with pytest.raises(OptionError, match="^server_lr=0.5: fetchsgd would not heed this"):
+        Experiment.of({"method": "fetchsgd", "server_lr": 0.5})
+
+
+def test_gradients_are_refused_where_clients_send_what_they_have_trained():
+    for name in ("fedavg", "heterofl", "mask"):
+        with pytest.raises(OptionError, match=f"^uploads='gradient': {name} would not heed this.*: comfetch, fetchsgd"):
+            Experiment.of({"method": name, "uploads": "gradient"})
+
+
+@pytest.mark.parametrize("options", [{"server_lr": 0.5}, {"uploads": "gradient", "lr": 0.5}])
+def test_the_rate_of_the_server_is_applied_once(options):
+    method = Experiment.of({"method": "qsgd", "server_momentum": 0.0, **options}).make_method()
+    assert method.rate == 1.0
+    assert [step.rate for step in method.server.transforms] == [0.5]
+
+
+def test_a_rate_of_zero_is_refused_and_not_taken_for_none():
+    for name in ("fedavg", "qsgd", "fetchsgd"):
+        with pytest.raises(OptionError, match="rate=0.0 is not"):
+            Experiment.of({"method": name, "server_lr": 0.0}).make_method()

@@ -5,6 +5,7 @@ Uploads are linear in the weights under one key, so all rules work on sketches a
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from comfetch.errors import OptionError
 from comfetch.methods.base import State, Upload
 from comfetch.sketching import sort_rows
+from comfetch.transforms import Transform
 
 WEIGHTINGS = ("examples", "uniform")
 RULES = ("mean", "median", "trimmed-mean")
@@ -81,6 +83,20 @@ class Averaging:
             kept = sort_rows(columns)[cut : n - cut]
             torch.div(functools.reduce(torch.add, kept), len(kept), out=target)
         return out
+
+
+def step_from(sent: State, mean: State, trained: Iterable[str], transform: Transform, kept: State) -> State:
+    """Return S − transform(S − mean) of the trained weights, and the mean of what is averaged besides.
+
+    S is what the clients were sent, so that S − mean is what they changed, and nothing else.
+
+    Args:
+        kept: what the transform kept before, `Server.transforms`; its `state_dict` is what it keeps now.
+    """
+    transform.load_state_dict(kept)
+    delta = transform({name: sent[name] - mean[name] for name in trained})
+    transform.applied(delta)
+    return {**sent, **mean, **{name: sent[name] - change for name, change in delta.items()}}
 
 
 def _groups(state: State, names: list[str]) -> list[list[str]]:

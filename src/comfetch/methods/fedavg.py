@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from comfetch.methods.averaging import Averaging
+from comfetch.methods.averaging import Averaging, step_from
 from comfetch.methods.base import Build, Client, LocalData, Message, Server, State, Trained, Upload, start_server
 from comfetch.methods.local import Local, train_locally
 from comfetch.transforms import Transform, chain
@@ -57,10 +57,5 @@ class FedAvg:
 
     def step(self, server: Server, uploads: list[Upload]) -> Server:
         """W ← W − transforms(W − mean of the uploads); statistics of normalisation are averaged."""
-        mean = self.averaging(uploads)
-        self.server.load_state_dict(server.transforms)
-        delta = self.server({name: server.weights[name] - mean[name] for name in server.trained})
-        self.server.applied(delta)
-        weights = {**server.weights, **mean}
-        weights.update({name: server.weights[name] - delta[name] for name in server.trained})
+        weights = step_from(server.weights, self.averaging(uploads), server.trained, self.server, server.transforms)
         return Server(weights, server.trained, server.round + 1, self.server.state_dict())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from comfetch import hashing
 from comfetch.blueprint import Blueprint, blueprint
 from comfetch.errors import ModelError, OptionError
-from comfetch.methods.averaging import Averaging
+from comfetch.methods.averaging import Averaging, step_from
 from comfetch.methods.base import (
     Build,
     Client,
@@ -29,6 +29,7 @@ from comfetch.methods.factors import BASE, IN, OUT, Factoring, Factorings, build
 from comfetch.methods.local import Local, train_locally
 from comfetch.methods.once import has_it, keep, note_holders, part
 from comfetch.policy import Settings
+from comfetch.transforms import Transform, chain
 
 FROZEN, ADAPTER, SCALE, LEAST = "base/", "adapter/", "/scale", "/least"
 
@@ -51,6 +52,8 @@ class FLoCoRA:
         quantised: send int8, one affine scale for each row; or float32.
         policy: which layers are frozen, as for sketching; "paper" is all but the final linear layer.
         local: how a client trains. averaging: how uploads become one. key: what W₀ and A are drawn from.
+        server: transforms of the averaged change of the adapters and of what is trained in full, from what was sent,
+            decoded, to what came back.
     """
 
     down: ClassVar[str] = "adapters in int8; given base weights once"
@@ -62,6 +65,7 @@ class FLoCoRA:
     quantised: bool = True
     policy: str = "default"
     local: Local = field(default_factory=Local)
+    server: Transform = field(default_factory=chain)
     averaging: Averaging = field(default_factory=Averaging)
     key: int = 0
     name: str = "flocora"
@@ -140,16 +144,23 @@ class FLoCoRA:
         check_upload(replace(upload, message=Message(decode(upload.message.state))), Message(received), received)
 
     def step(self, server: Server, uploads: list[Upload]) -> Server:
-        """Average the decoded adapters, B and A each for itself, and what is trained in full; W = W₀ + scale · B A."""
+        """X ← S − transforms(S − mean of the uploads), for each B, each A, and what is trained in full.
+
+        S is what was sent; both are decoded. W = W₀ + scale · B A.
+        """
         mean = self.averaging([replace(u, message=Message(decode(u.message.state))) for u in uploads])
-        weights, given = dict(server.weights), part(server.extra, FROZEN)
+        adapters, weights = part(server.extra, ADAPTER), self._rest(server.weights)
+        trained = [*adapters, *(name for name in server.trained if name in weights)]
+        sent = decode(self._code({**weights, **adapters}))
+        state = step_from(sent, mean, trained, self.server, server.transforms)
+        given = part(server.extra, FROZEN)
         extra = note_holders(server, uploads) if given else dict(server.extra)
         for name, plan in self._flat().items():
-            small, out = mean.pop(name + IN), mean.pop(name + OUT)
+            small, out = state.pop(name + IN), state.pop(name + OUT)
             extra |= {ADAPTER + name + IN: small, ADAPTER + name + OUT: out}
             base = given[name] if given else draw_base(hashing.fold(self.key, "base", name), plan).to(small.dtype)
-            weights[name] = base + self.scale * plan.lift(small, out)
-        return Server({**weights, **mean}, server.trained, server.round + 1, extra=extra)
+            state[name] = base + self.scale * plan.lift(small, out)
+        return Server({**server.weights, **state}, server.trained, server.round + 1, self.server.state_dict(), extra)
 
     def _plan(self, build: Build) -> tuple[Blueprint, dict[str, Factorings]]:
         if self._cache is None or self._cache[0] is not build:

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from comfetch.blueprint import Blueprint, blueprint
 from comfetch.errors import ModelError, OptionError
 from comfetch.hashing import check_key
-from comfetch.methods.averaging import Averaging
+from comfetch.methods.averaging import Averaging, step_from
 from comfetch.methods.base import Build, Client, LocalData, Message, Server, State, Trained, Upload, start_server
 from comfetch.methods.factors import IN, OUT, Factored, Factoring, Factorings, build_factored, flat, plan_factors
 from comfetch.methods.local import Local, train_locally
 from comfetch.methods.submodel import check_classes, class_of
 from comfetch.policy import Settings, check_compression
+from comfetch.transforms import Transform, chain
 
 
 @dataclass
@@ -37,6 +38,8 @@ class LowRank:
             are given are never scaled.
         policy: which layers are factored, as for sketching. (FedHM leaves the first layers and the last one full.)
         local: how a client trains. averaging: how the products become one. key: unused, nothing here is random.
+        server: transforms of the averaged change in full space, from the products sent to those that came back. What
+            truncation took is no change of the clients': it is lost, and the transforms do not see it.
     """
 
     down: ClassVar[str] = "factors of truncated singular values"
@@ -49,6 +52,7 @@ class LowRank:
     scaled: bool = True
     policy: str = "default"
     local: Local = field(default_factory=Local)
+    server: Transform = field(default_factory=chain)
     averaging: Averaging = field(default_factory=Averaging)
     key: int = 0
     name: str = "lowrank"
@@ -85,7 +89,7 @@ class LowRank:
         server = start_server(build, given)
         for name, plan in self._flat(min(classes)).items() if self.scaled and fresh else ():
             full = server.weights[name]
-            low = plan.lift(*plan.truncate(*self._decomposed(name, full, plan)))
+            low = self._truncated(name, full, plan)
             server.weights[name] = low * (full.norm() / low.norm().clamp(min=torch.finfo(low.dtype).tiny))
         return server
 
@@ -122,13 +126,23 @@ class LowRank:
         return sent.state
 
     def step(self, server: Server, uploads: list[Upload]) -> Server:
-        """W ← mean of the products U V; all other weights and statistics are averaged as they are."""
-        plans = [self._flat(class_of(upload.client, self.capacities, self.compression)) for upload in uploads]
-        weights = dict(server.weights)
-        for name in server.weights:  # one after another: all products of all clients would be as many full models
-            lifted = [_lifted(upload, name, plan.get(name)) for upload, plan in zip(uploads, plans, strict=True)]
-            weights |= self.averaging(lifted)
-        return Server(weights, server.trained, server.round + 1)
+        """W ← S − transforms(S − mean of the products U V), S the mean of those that were sent; others as they are."""
+        classes = [class_of(upload.client, self.capacities, self.compression) for upload in uploads]
+        plans = {compression: self._flat(compression) for compression in classes}
+        parts = list(zip(uploads, classes, strict=True))
+        sent, mean = dict(server.weights), dict(server.weights)
+        for name, full in server.weights.items():  # one by one: all products of all clients would be many full models
+            mean |= self.averaging([_lifted(upload, name, plans[k].get(name)) for upload, k in parts])
+            truncated = {k: self._truncated(name, full, plan[name]) for k, plan in plans.items() if name in plan}
+            if truncated:
+                got = [replace(upload, message=Message({name: truncated.get(k, full)})) for upload, k in parts]
+                sent |= self.averaging(got)
+        weights = step_from(sent, mean, server.trained, self.server, server.transforms)
+        return Server(weights, server.trained, server.round + 1, self.server.state_dict())
+
+    def _truncated(self, name: str, weight: Tensor, plan: Factoring) -> Tensor:
+        """Return the product of the factors that are sent for a weight."""
+        return plan.lift(*plan.truncate(*self._decomposed(name, weight, plan)))
 
     def _flat(self, compression: float) -> Factorings:
         assert self._built is not None, "start() comes first"

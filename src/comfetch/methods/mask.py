@@ -12,12 +12,13 @@ from comfetch import hashing
 from comfetch.blueprint import Blueprint, blueprint
 from comfetch.errors import OptionError
 from comfetch.layers import REGISTRY, Recipe, meta_copy
-from comfetch.methods.averaging import Averaging
+from comfetch.methods.averaging import Averaging, step_from
 from comfetch.methods.base import Build, Client, LocalData, Message, Server, State, Trained, Upload, start_server
 from comfetch.methods.factors import call_with, copy_options, rebuild
 from comfetch.methods.local import Local, train_locally
 from comfetch.methods.once import has_it, keep, note_holders, part
 from comfetch.policy import Settings, check_compression, make_plan
+from comfetch.transforms import Transform, chain
 
 KINDS = ("random", "l1")
 MASK = "mask/"
@@ -39,6 +40,7 @@ class Mask:
             masks about √compression. Trained weights that are given are never scaled.
         policy: which layers are masked, as for sketching; "paper" is all but the final linear layer.
         local: how a client trains. averaging: how uploads become one. key: what random masks are drawn from.
+        server: transforms of the averaged change of the kept weights; the others stay 0.
     """
 
     down: ClassVar[str] = "kept weights; L1: and the mask, once"
@@ -50,6 +52,7 @@ class Mask:
     scaled: bool = True
     policy: str = "default"
     local: Local = field(default_factory=Local)
+    server: Transform = field(default_factory=chain)
     averaging: Averaging = field(default_factory=Averaging)
     key: int = 0
     name: str = "mask"
@@ -132,12 +135,14 @@ class Mask:
         return {name: tensor for name, tensor in sent.state.items() if not name.startswith(MASK)}
 
     def step(self, server: Server, uploads: list[Upload]) -> Server:
-        """Average the kept weights, and spread them over the full shapes."""
-        mean, kept = self.averaging(uploads), self._kept(part(server.extra, MASK))
+        """W ← W − transforms(W − mean of the uploads) of the kept weights, spread over the full shapes."""
+        kept = self._kept(part(server.extra, MASK))
+        sent, mean = self._packed(server.weights, kept), self.averaging(uploads)
+        weights = step_from(sent, mean, server.trained, self.server, server.transforms)
         for name, index in kept.items():
-            mean[name] = spread(mean[name], index, server.weights[name].shape)
+            weights[name] = spread(weights[name], index, server.weights[name].shape)
         extra = note_holders(server, uploads) if self.kind == "l1" else {}
-        return Server({**server.weights, **mean}, server.trained, server.round + 1, extra=extra)
+        return Server(weights, server.trained, server.round + 1, self.server.state_dict(), extra)
 
     def _plan(self, build: Build) -> tuple[Blueprint, dict[str, torch.Size]]:
         """Return the model without its weights, and the shapes of those that are masked."""

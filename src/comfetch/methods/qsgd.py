@@ -6,19 +6,22 @@ from typing import ClassVar
 from comfetch.methods.base import Server, Upload
 from comfetch.methods.compressors import Quantise
 from comfetch.methods.flat import FullModel
+from comfetch.transforms import Transform, chain
 
 
 @dataclass
 class QSGD(FullModel):
     """Compress the way up: a client sends its update g rounded at random to s levels of a bucket's norm.
 
-    W ← W − η mean Q(g_i), with Q as in `compressors.Quantise`. Clients hold and get the full model. With the change by
-    local training as g, the default, this is FedPAQ; with `uploads="gradient"` it is QSGD. Codes have a fixed width;
-    the paper's Elias code, which shortens frequent small levels, is not used. Nothing is fed back: Q has no bias.
+    W ← W − transforms(η mean Q(g_i)), with Q as in `compressors.Quantise`. Clients hold and get the full model. With
+    the change by local training as g, the default, this is FedPAQ; with `uploads="gradient"` it is QSGD. Codes have a
+    fixed width; the paper's Elias code, which shortens frequent small levels, is not used. Nothing is fed back: Q has
+    no bias.
 
     Args:
         levels: s; 1, 7 or 127 levels take 2, 4 or 8 bits a coordinate. bucket: coordinates that share a norm.
         norm: "l2", as in the definition, or "max", as in the paper's experiments.
+        server: transforms of η mean Q(g).
     """
 
     up: ClassVar[str] = "update rounded to a few bits"
@@ -27,6 +30,7 @@ class QSGD(FullModel):
     levels: int = 7
     bucket: int = 512
     norm: str = "max"
+    server: Transform = field(default_factory=chain, kw_only=True)
     name: str = field(default="qsgd", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -34,6 +38,9 @@ class QSGD(FullModel):
         self.coder = Quantise(self.levels, self.bucket, self.norm)
 
     def step(self, server: Server, uploads: list[Upload]) -> Server:
-        """W ← W − η mean Q(g)."""
+        """W ← W − transforms(η mean Q(g))."""
         update, statistics = self.average(self.decoded(uploads))
-        return self.moved(server, self.rate * update, statistics, {}, {})
+        self.server.load_state_dict(server.transforms)
+        delta = self.server(self.layout.split(self.rate * update))
+        self.server.applied(delta)
+        return self.moved(server, self.layout.flatten(delta), statistics, {}, self.server.state_dict())

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from comfetch.blueprint import Blueprint, blueprint
 from comfetch.errors import OptionError
 from comfetch.hashing import check_key
-from comfetch.methods.averaging import Averaging
+from comfetch.methods.averaging import Averaging, step_from
 from comfetch.methods.base import Build, Client, LocalData, Message, Server, State, Trained, Upload, start_server
 from comfetch.methods.local import Local, train_locally
 from comfetch.methods.once import part
 from comfetch.policy import check_compression
+from comfetch.transforms import Transform, chain
 from comfetch.widths import Index, Widths, add_at, cut, plan_widths, shrink_empty
 from comfetch.widths.axes import WEIGHTED
 
@@ -39,6 +40,8 @@ class SubModel:
             the average of their rows in the last layer. It tells the server which classes it has. This serves clients
             that are tested on their own classes alone, as in the paper; accuracy over all classes may be lower.
         local: how a client trains. averaging: weights of clients; its rule must be the mean.
+        server: transforms of the averaged change. That is 0 for a coordinate that no client of the round holds: it
+            stays, or is moved on by the momentum or the error that is left of rounds in which it was held.
         key: what random choices are drawn from.
     """
 
@@ -47,6 +50,7 @@ class SubModel:
     scaled: bool = True
     masked_loss: bool = False
     local: Local = field(default_factory=Local)
+    server: Transform = field(default_factory=chain)
     averaging: Averaging = field(default_factory=Averaging)
     key: int = 0
     name: str = "submodel"
@@ -116,7 +120,10 @@ class SubModel:
         return {**sent.state, CLASSES: held}
 
     def step(self, server: Server, uploads: list[Upload]) -> Server:
-        """W[i] ← Σ_k n_k W_k[i] / Σ_k n_k over the clients k that hold coordinate i; what nobody holds stays."""
+        """W ← W − transforms(W − mean), mean[i] = Σ_k n_k W_k[i] / Σ_k n_k over the clients k that hold coordinate i.
+
+        Where nobody holds it, mean[i] is W[i].
+        """
         ordered = sorted(uploads, key=lambda upload: upload.client.id)
         held: dict[Hashable, Holders] = {}
         for upload, weight in zip(ordered, self.averaging.weights(uploads), strict=True):
@@ -124,7 +131,7 @@ class SubModel:
             if audience not in held:
                 held[audience] = Holders(self._capacity(upload.client), self._index(server.round, upload.client))
             held[audience].parts.append((upload.message.state, weight))
-        weights, extra = dict(server.weights), dict(server.extra)
+        mean, extra = dict(server.weights), dict(server.extra)
         statistics = self._statistics()
         for name, old in server.weights.items():
             if name in statistics:
@@ -132,9 +139,11 @@ class SubModel:
                     own, alike = prefix(capacity) + name, [h for h in held.values() if h.capacity == capacity]
                     extra[own] = average_held(name, extra.get(own, old), alike)
             elif old.is_floating_point():
-                weights[name] = average_held(name, old, list(held.values()), self._last if self.masked_loss else None)
+                mean[name] = average_held(name, old, list(held.values()), self._last if self.masked_loss else None)
         widest = min((float(name.split("/")[1]) for name in extra), default=1.0)
-        return Server(weights | part(extra, prefix(widest)), server.trained, server.round + 1, extra=extra)
+        mean |= part(extra, prefix(widest))
+        weights = step_from(server.weights, mean, server.trained, self.server, server.transforms)
+        return Server(weights, server.trained, server.round + 1, self.server.state_dict(), extra)
 
     def _capacity(self, client: Client) -> float:
         return class_of(client, self.capacities, self.compression)
