@@ -23,6 +23,7 @@ from comfetch.methods.fetchsgd import FetchSGD
 from comfetch.methods.qsgd import QSGD
 from comfetch.methods.sketched_sgd import SketchedSGD
 from comfetch.methods.topk import LocalTopK, TrueTopK
+from comfetch.transforms import chain, momentum
 from tests.integration.regression import Regression
 
 OUT, IN, CLIENTS, ROUNDS, LR = 6, 8, 3, 6, 0.3
@@ -367,17 +368,19 @@ def test_an_upload_that_was_lost_leaves_both_sides_of_ef21_in_step():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("plain", [False, True])
-def test_docofl_equals_its_transcription(mode, plain):
-    levels = (None, 1, None) if plain else (20, 1, 7)
-    play = run(DoCoFL(4, *levels, 10, rate=0.4, uploads=mode, local=local(mode), key=4), SOME)
-    theta = first()
+@pytest.mark.parametrize("rho", [0.0, 0.5])
+def test_docofl_equals_its_transcription(mode, plain, rho):
+    levels, server = (None, 1, None) if plain else (20, 1, 7), chain(momentum(rho))
+    play = run(DoCoFL(4, *levels, 10, rate=0.4, uploads=mode, local=local(mode), key=4, server=server), SOME)
+    theta, u = first(), 0.0
     for round, present in enumerate(SOME):
         if round % 4 == 0:
             anchor = theta if plain else rounded(theta, 20, 10, hashing.fold(4, "anchor", round))
         start = anchor + rotated(theta - anchor, 2, hashing.fold(4, "down", round))
         updates = {i: problems()[i].update(start, mode) for i in present}
         sent = updates if plain else {i: rotated(g, 4, up_seed(round, i, 4)) for i, g in updates.items()}
-        theta = theta - 0.4 * mean(sent)
+        u = rho * u + 0.4 * mean(sent)
+        theta = theta - u
     close(play, theta)
 
 

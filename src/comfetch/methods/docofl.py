@@ -14,6 +14,7 @@ from comfetch.methods.compressors import Plain, Quantise
 from comfetch.methods.eden import Eden
 from comfetch.methods.flat import FullModel, generator, prefixed, unprefixed
 from comfetch.methods.replica import note_seen, seen
+from comfetch.transforms import Transform, chain
 
 ANCHOR, CORRECTION, FROZEN, ROUND = "anchor/", "correction/", "frozen/", "anchor-round"
 
@@ -22,7 +23,7 @@ ANCHOR, CORRECTION, FROZEN, ROUND = "anchor/", "correction/", "frozen/", "anchor
 class DoCoFL(FullModel):
     """Compress both ways: down go an anchor A, a rounded copy of the weights, at times, and corrections Q(W − A).
 
-    A client trains from Ŵ = A + Q(W − A) and sends Q(g): W ← W − η mean Q(g_i). The anchor is renewed every so many
+    A client trains from Ŵ = A + Q(W − A) and sends Q(g): W ← W − transforms(η mean Q(g_i)). The anchor is renewed every so many
     rounds. A client downloads it once, with the first correction that it needs; the paper lets it come beforehand, when
     bandwidth is cheap, which saves time and no bytes. Clients hold the full model and the anchor, and nothing has to be
     caught up: who joins or was away gets the anchor. Corrections and updates are in the code of EDEN, as in the paper.
@@ -35,6 +36,7 @@ class DoCoFL(FullModel):
         anchor_levels: levels of the anchor, as in `compressors.Quantise`. bucket: its coordinates that share a norm.
         down_levels, up_levels: bits of a coordinate of correction and update, as many as such levels take there: 1, 7
             and 127 are 2, 4 and 8 bits. EDEN uses all values of these. None sends anchor or update as they are.
+        server: transforms of η mean Q(g).
     """
 
     down: ClassVar[str] = "correction of a few bits; every so many rounds an anchor of all weights"
@@ -46,6 +48,7 @@ class DoCoFL(FullModel):
     down_levels: int = 7
     up_levels: int | None = 7
     bucket: int = 512
+    server: Transform = field(default_factory=chain, kw_only=True)
     name: str = field(default="docofl", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -105,9 +108,10 @@ class DoCoFL(FullModel):
         return self.layout.split(memory[ANCHOR] + correction)
 
     def step(self, server: Server, uploads: list[Upload]) -> Server:
-        """W ← W − η mean Q(g); renew the anchor when it is time."""
+        """W ← W − transforms(η mean Q(g)); renew the anchor when it is time."""
         update, statistics = self.average(self.decoded(uploads))
-        after = self.moved(server, self.rate * update, statistics, {}, {})
+        delta, transforms = self.transformed(server, self.rate * update, self.server)
+        after = self.moved(server, delta, statistics, {}, transforms)
         due = after.round % self.anchor_rounds == 0
         anchor = self._anchor(after) if due else prefixed(ANCHOR, unprefixed(ANCHOR, server.extra))
         return replace(after, extra={**anchor, **note_seen(server, uploads)})

@@ -25,6 +25,7 @@ from comfetch.methods.base import (
 )
 from comfetch.methods.compressors import Compressor, Plain
 from comfetch.methods.local import Local, one_gradient, train_locally
+from comfetch.transforms import Transform
 
 UPLOADS = ("weights", "gradient")
 MOMENTUM = 0.9
@@ -205,6 +206,13 @@ class FullModel:
         """Average the vectors, and the statistics."""
         mean = self.averaging(decoded)
         return mean.pop(UPDATE), mean
+
+    def transformed(self, server: Server, update: Tensor, transform: Transform) -> tuple[Tensor, State]:
+        """Return Δ = transform(update), layer by layer, and the transform's state after it."""
+        transform.load_state_dict(server.transforms)
+        delta = transform(self.layout.split(update))
+        transform.applied(delta)
+        return self.layout.flatten(delta), transform.state_dict()
 
     def moved(self, server: Server, delta: Tensor, statistics: State, extra: State, transforms: State) -> Server:
         """Return the server after W ← W − Δ, in its next round."""

@@ -40,7 +40,5 @@ class QSGD(FullModel):
     def step(self, server: Server, uploads: list[Upload]) -> Server:
         """W ← W − transforms(η mean Q(g))."""
         update, statistics = self.average(self.decoded(uploads))
-        self.server.load_state_dict(server.transforms)
-        delta = self.server(self.layout.split(self.rate * update))
-        self.server.applied(delta)
-        return self.moved(server, self.layout.flatten(delta), statistics, {}, self.server.state_dict())
+        delta, transforms = self.transformed(server, self.rate * update, self.server)
+        return self.moved(server, delta, statistics, {}, transforms)
