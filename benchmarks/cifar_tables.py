@@ -16,6 +16,14 @@ LOGS: dict[str, tuple[float | None, float | None]] = {
     "masks/random-kept-25": (63.8, 71.0), "masks/random-kept-10": (61.5, 67.5), "masks/l1-kept-10": (59.2, 65.4),
 }  # fmt: skip
 """Run -> best accuracy so far at rounds 10 and 20 in the authors' logs (10 clients; mean of 3 seeds)."""
+PRESETS = {
+    **{f"default, compression {c}": f"default/compression-{c}" for c in (4, 10, 32)},
+    **{f"default without spread, compression {c}": f"even/compression-{c}" for c in (4, 10, 32)},
+    "paper, compression 4": "paper/iid-kept-25", "paper, compression 10": "paper/iid-kept-10",
+    "FedAvg, the default's recipe": "default/fedavg", "FedAvg, the paper's recipe": "paper/iid-kept-100",
+}  # fmt: skip
+"""Row of the first table -> its run."""
+DEFAULT = RESULTS / "default" / "compression-10"
 AT = (10, 20)
 """Rounds at which runs are compared."""
 
@@ -53,7 +61,7 @@ def logs(group: str) -> str:
 def ablation() -> str:
     """Show what the default preset gains by each of its settings."""
     rows = []
-    for file in sorted([*RESULTS.glob("ablation/*/run.toml"), *RESULTS.glob("default/compression-10/run.toml")]):
+    for file in sorted([*RESULTS.glob("ablation/*/run.toml"), *RESULTS.glob("even/compression-10/run.toml")]):
         options, best = read_options(file), best_so_far(read_rounds(file.parent), 10)
         if best is not None:
             adam = "kept" if options["keep_optimiser"] else "fresh"
@@ -64,22 +72,29 @@ def ablation() -> str:
 
 
 def presets() -> str:
-    """Compare the default preset with the paper's at the same compression."""
+    """Compare the default preset with the paper's at the same compression, and with FedAvg."""
+    return _compared(PRESETS)
+
+
+def all_images() -> str:
+    """Compare the default preset at compression 10 with rivals of equal bytes, on all images; the best first."""
+    folders = [DEFAULT, *sorted(path.parent for path in RESULTS.glob("all-images/*/run.toml"))]
+    names = {"comfetch, default" if folder == DEFAULT else folder.name: str(folder) for folder in folders}
+    return _compared(names, ordered=True)
+
+
+def _compared(folders: dict[str, str], ordered: bool = False) -> str:
+    """Show runs at the rounds at which all are compared."""
     rows = []
-    for name, folder in {
-        "default, compression 4": "default/compression-4",
-        "default, compression 10": "default/compression-10",
-        "default, compression 32": "default/compression-32",
-        "paper, compression 4": "paper/iid-kept-25",
-        "paper, compression 10": "paper/iid-kept-10",
-        "paper, FedAvg": "paper/iid-kept-100",
-    }.items():
+    for name, folder in folders.items():
         if len(rounds := read_rounds(RESULTS / folder)) >= AT[0]:
             last = rounds[-1]
-            found = [told(best_so_far(rounds, until)) for until in AT]
-            sent = format_bytes(last["bytes_down"] / last["clients"])
-            rows.append([name, *found, sent, format_bytes(last["client_memory"])])
-    return markdown(["run", *(f"round {until}" for until in AT), "download", "client memory"], rows)
+            best = [best_so_far(rounds, until) for until in AT]
+            traffic = [format_bytes(last[way] / last["clients"]) for way in ("bytes_down", "bytes_up")]
+            cells = [name, *map(told, best), *traffic, format_bytes(last["client_memory"])]
+            rows.append((-(best[0] or 0) if ordered else 0, cells))
+    head = ["run", *(f"round {until}" for until in AT), "download", "upload", "client memory"]
+    return markdown(head, [cells for _, cells in sorted(rows, key=lambda row: row[0])])
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -87,4 +102,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "mask_logs": lambda: logs("masks/"),
     "default_ablation": ablation,
     "default_presets": presets,
+    "all_images": all_images,
 }

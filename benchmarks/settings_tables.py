@@ -41,5 +41,6 @@ def difference(options: dict[str, Any], default: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "settings_resnet18": lambda: settings_table("resnet18"),
+    "settings_lstm": lambda: settings_table("lstm"),
     "settings_vit": lambda: settings_table("vit"),
 }
