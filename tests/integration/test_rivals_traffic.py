@@ -403,10 +403,10 @@ def test_what_compresses_nothing_equals_federated_averaging(method):
 
 @pytest.mark.parametrize("kind", [FetchSGD, TrueTopK])
 def test_momentum_is_that_of_the_paper_for_gradients_and_none_for_changes_by_local_training(kind):
-    for mode, momentum in (("gradient", 0.9), ("weights", 0.0)):
+    for mode, rho in (("gradient", 0.9), ("weights", 0.0)):
         given = {"uploads": mode, "local": local(mode), "rate": 0.4}
-        assert np.array_equal(run(kind(**given)).theta(), run(kind(**given, momentum=momentum)).theta())
-        assert not np.allclose(run(kind(**given)).theta(), run(kind(**given, momentum=0.9 - momentum)).theta())
+        assert np.array_equal(run(kind(**given)).theta(), run(kind(**given, momentum=rho)).theta())
+        assert not np.allclose(run(kind(**given)).theta(), run(kind(**given, momentum=0.9 - rho)).theta())
 
 
 class Odd(nn.Module):

@@ -30,8 +30,8 @@ def test_sketch_is_called_as_the_contract_says() -> None:
     assert next(iter(parameters)) == "model_or_constructor"
     assert defaults == {
         "compression": None, "length": None, "budget": None, "key": 0, "mode": "output", "rows": 1, "blocks": "auto",
-        "hash": "balanced", "scale": "mean", "policy": "default", "spread": 0.0, "only": None, "skip": None, "batch": None,
-        "optimiser": "adam",
+        "hash": "balanced", "scale": "mean", "policy": "default", "spread": 0.0, "only": None, "skip": None,
+        "batch": None, "optimiser": "adam",
     }  # fmt: skip
 
 

@@ -23,13 +23,14 @@ ANCHOR, CORRECTION, FROZEN, ROUND = "anchor/", "correction/", "frozen/", "anchor
 class DoCoFL(FullModel):
     """Compress both ways: down go an anchor A, a rounded copy of the weights, at times, and corrections Q(W − A).
 
-    A client trains from Ŵ = A + Q(W − A) and sends Q(g): W ← W − transforms(η mean Q(g_i)). The anchor is renewed every so many
-    rounds. A client downloads it once, with the first correction that it needs; the paper lets it come beforehand, when
-    bandwidth is cheap, which saves time and no bytes. Clients hold the full model and the anchor, and nothing has to be
-    caught up: who joins or was away gets the anchor. Corrections and updates are in the code of EDEN, as in the paper.
-    The anchor is rounded at random to a few levels, where the paper has an entropy-coded quantiser; all clients of a
-    round get the same correction; and there is one anchor at a time, where the paper keeps some older ones for clients
-    that have those. g is the change by local training, unless `uploads` asks for one gradient.
+    A client trains from Ŵ = A + Q(W − A) and sends Q(g): W ← W − transforms(η mean Q(g_i)). The anchor is renewed
+    every so many rounds. A client downloads it once, with the first correction that it needs; the paper lets it
+    come beforehand, when bandwidth is cheap, which saves time and no bytes. Clients hold the full model and the
+    anchor, and nothing has to be caught up: who joins or was away gets the anchor. Corrections and updates are in
+    the code of EDEN, as in the paper. The anchor is rounded at random to a few levels, where the paper has an
+    entropy-coded quantiser; all clients of a round get the same correction; and there is one anchor at a time,
+    where the paper keeps some older ones for clients that have those. g is the change by local training, unless
+    `uploads` asks for one gradient.
 
     Args:
         anchor_rounds: rounds for which an anchor is kept.
