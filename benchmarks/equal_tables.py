@@ -20,7 +20,10 @@ from comfetch.report import Group, Run, read_run
 
 RESULTS = Path(__file__).parent / "results"
 KINDS = ("bytes", "memory")
-PRESETS = {"comfetch": "comfetch, default", "comfetch-paper": "comfetch, paper"}
+PRESETS = {
+    "comfetch": "comfetch, default", "comfetch-int8": "comfetch, default, int8", "comfetch-paper": "comfetch, paper",
+    "narrow-int8": "narrow, int8", "heterofl-int8": "heterofl, int8",
+}  # fmt: skip
 
 
 def finished_runs(folder: Path) -> list[Run]:
