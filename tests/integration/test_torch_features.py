@@ -65,7 +65,7 @@ def test_compiled_model_has_the_outputs_and_gradients_of_the_plain_one(name: str
 
 
 @compiles
-@pytest.mark.parametrize("options", [{"rows": 2}, {"scale": "isometric", "hash": "random"}], ids=str)
+@pytest.mark.parametrize("options", [{"rows": 2}, {"rows": 3}, {"scale": "isometric", "hash": "random"}], ids=str)
 def test_layers_compile_in_one_graph_with_every_option(options: dict) -> None:
     torch._dynamo.reset()
     model, x = build("linear", **options)
@@ -127,6 +127,18 @@ def test_state_of_another_length_is_refused_by_torch() -> None:
 # ------------------------------------------------------------------------------------------------ precision
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MODELS)
+def test_autocast_with_three_rows_gives_gradients_in_the_precision_of_the_weights(name: str, mode: str) -> None:
+    model, x = build(name, rows=3, mode=mode, policy="default" if name == "encoder" else "all")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(x)
+    close(found, model(x), 0.05, "output")
+    found.float().square().mean().backward()
+    for parameter in model.parameters():
+        assert parameter.grad.dtype == torch.float32 and torch.isfinite(parameter.grad).all()
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_autocast_computes_in_bfloat16_as_with_the_full_model(name: str) -> None:
     model, x = build(name)
@@ -186,9 +198,10 @@ def test_model_can_be_moved_to_another_dtype_and_back(dtype: torch.dtype, scale:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("rows", [1, 3, 4])
 @pytest.mark.parametrize("name", ["linear", "convolutional"])
-def test_gradient_checkpointing_gives_the_same_gradients(name: str, reentrant: bool) -> None:
-    model, x = build(name)
+def test_gradient_checkpointing_gives_the_same_gradients(name: str, rows: int, reentrant: bool) -> None:
+    model, x = build(name, rows=rows)
     model.eval()  # batch statistics would be updated twice, as with full models
     x = x.clone().requires_grad_()
     wanted = gradients(model, x)
@@ -265,9 +278,10 @@ def test_channels_last_memory_format_gives_the_same_result(mode: str) -> None:
         close(b.grad, a.grad, 1e-5, "gradient")
 
 
+@pytest.mark.parametrize("rows", [1, 3, 4])
 @pytest.mark.parametrize("mode", MODES)
-def test_second_derivatives_exist(mode: str) -> None:
-    model = quiet_sketch(nn.Linear(6, 8), compression=2, mode=mode).double()
+def test_second_derivatives_exist(mode: str, rows: int) -> None:
+    model = quiet_sketch(nn.Linear(6, 8), compression=2, mode=mode, rows=rows).double()
     x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda t: model(t).tanh(), (x,))
 

@@ -253,6 +253,46 @@ def test_median_is_that_of_numpy(values) -> None:
     assert float(found) == pytest.approx(float(np.median(values)))
 
 
+def sorted_median(rows: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the median over dimension 0 and the gradient of the rows, by sorting them all."""
+    k = len(rows)
+    middle = rows.sort(dim=0, stable=True).indices[(k - 1) // 2 : k // 2 + 1]
+    back = torch.zeros_like(rows)
+    for place in middle:
+        back.scatter_(0, place[None], grad[None] / len(middle))
+    return rows.gather(0, middle).mean(0), back
+
+
+@given(st.data(), st.integers(3, 20), st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16]))
+def test_median_with_a_gradient_is_that_of_a_stable_sort(data, k, dtype) -> None:
+    shape = data.draw(st.lists(st.integers(0, 4), max_size=3))
+    few = data.draw(st.booleans())  # equal values, infinite ones and NaN
+    values = st.sampled_from([0.0, 1.0, 2.5, -2.5, math.inf, -math.inf, math.nan]) if few else st.floats(-1e4, 1e4)
+    count = k * math.prod(shape)
+    rows = torch.tensor(data.draw(st.lists(values, min_size=count, max_size=count)), dtype=dtype).view(k, *shape)
+    if data.draw(st.booleans()) and shape:
+        rows = rows.transpose(0, 1).contiguous().transpose(0, 1)  # as layers that sketch their inputs give them
+    grad = torch.randn(shape, dtype=dtype)
+    wanted, wanted_back = sorted_median(rows, grad)
+    found = sketching.median(rows.requires_grad_())
+    found.backward(grad)
+    assert found.dtype == dtype and torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(rows.grad, wanted_back)
+
+
+@pytest.mark.parametrize("k", [3, 4, 5, 16, 17])
+@pytest.mark.parametrize("shape", [(200, 1000), (2, 3, 50_000), (300_000,), (1, 140_000)], ids=str)
+def test_median_of_many_values_is_that_of_a_few(k: int, shape: tuple[int, ...]) -> None:
+    """They are worked on in pieces."""
+    rows, grad = torch.randn(k, *shape), torch.randn(shape)
+    wanted, wanted_back = sorted_median(rows, grad)
+    found = sketching.median(rows.requires_grad_())
+    found.backward(grad)
+    assert torch.equal(found, wanted) and torch.equal(rows.grad, wanted_back)
+    assert torch.equal(found, sketching.median(rows.detach()))
+
+
 @given(KEYS, HASHES, st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), SCALES)
 def test_dtype_is_kept_and_rounding_is_that_of_the_dtype(key, kind, dtype, scale) -> None:
     x = torch.randn(30, 4)

@@ -9,6 +9,9 @@ from comfetch.errors import ComfetchError, MismatchError, OptionError
 from comfetch.footprint import track
 from tests.oracle import compiles
 
+scripts = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+"""Mark of tests that use derivatives forward: torch compiles some formulas of its own."""
+
 
 def test_expand_picks_signed_entries_along_any_dimension() -> None:
     z = torch.arange(6.0).view(2, 3)
@@ -28,6 +31,67 @@ def test_gradient_of_an_even_median_goes_half_to_each_middle_row() -> None:
     rows = torch.tensor([[9.0], [1.0], [2.0], [4.0]], requires_grad=True)
     sketching.median(rows).sum().backward()
     assert rows.grad.flatten().tolist() == [0.0, 0.0, 0.5, 0.5]
+
+
+@scripts
+@pytest.mark.parametrize("k", [3, 4, 5, 16, 17, 18])
+def test_median_has_all_derivatives_that_torch_gives_a_sort(k: int) -> None:
+    rows = torch.randn(k, 2, 3, dtype=torch.float64, requires_grad=True)
+    options = {"check_batched_grad": True, "fast_mode": k > 5}
+    assert torch.autograd.gradcheck(sketching.median, (rows,), check_forward_ad=True, **options)
+    assert torch.autograd.gradgradcheck(lambda t: sketching.median(t).tanh(), (rows,), **options)
+
+
+@scripts
+@pytest.mark.parametrize("k", [3, 4])
+def test_median_can_be_transformed_by_torch_func(k: int) -> None:
+    def loss(rows: Tensor) -> Tensor:
+        return (sketching.median(rows) ** 3).sum()
+
+    def sorted_loss(rows: Tensor) -> Tensor:
+        return (rows.sort(dim=0).values[(k - 1) // 2 : k // 2 + 1].mean(0) ** 3).sum()
+
+    batch = torch.randn(2, k, 4, dtype=torch.float64)
+    for transform in (torch.func.grad, torch.func.hessian, torch.func.jacfwd):
+        wanted = torch.stack([transform(sorted_loss)(rows) for rows in batch])
+        torch.testing.assert_close(torch.func.vmap(transform(loss))(batch), wanted)
+        torch.testing.assert_close(transform(loss)(batch[0]), wanted[0])
+
+
+@compiles
+@pytest.mark.parametrize("k", [3, 4])
+def test_median_compiles_in_one_graph(k: int) -> None:
+    torch._dynamo.reset()
+    a = torch.randn(k, 5, requires_grad=True)
+    b = a.detach().clone().requires_grad_()
+    found = torch.compile(sketching.median, backend="aot_eager", fullgraph=True)(a)
+    found.square().sum().backward()
+    sketching.median(b).square().sum().backward()
+    torch.testing.assert_close(found, sketching.median(b))
+    torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("k, size", [(2, 0), (3, 1), (4, 1), (16, 1), (17, 4)])
+def test_median_keeps_one_byte_a_value_for_its_gradient(k: int, size: int) -> None:
+    kept: list[Tensor] = []
+    rows = torch.randn(k, 10, 30, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        sketching.median(rows).sum()
+    assert sum(t.nbytes for t in kept) == size * 300
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("k", [3, 4])
+def test_median_and_its_gradient_take_little_more_memory_than_the_rows(k: int, device: str) -> None:
+    """Sorting took over three times the rows, and kept twice the rows until the gradient."""
+    rows = torch.empty(k, 64, 2**14, device=device).normal_().requires_grad_()
+    with track([rows]) as live:
+        median = sketching.median(rows)
+        forward, kept = live.peak - rows.nbytes, live.now - rows.nbytes
+        median.backward(median.detach())
+    one = median.nbytes
+    assert forward < 2 * one and kept == 1.25 * one
+    assert live.peak - rows.nbytes < (k + 2) * one
 
 
 def test_rows_have_keys_of_their_own() -> None:

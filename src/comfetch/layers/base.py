@@ -91,14 +91,17 @@ class Product(nn.Module):
 
     def finish(self, rows: Tensor) -> Tensor:
         """Bring the product's rows, (parts · outputs, n), to the full outputs, (groups · outputs, n)."""
+        if self.plan.rows == 1:
+            return rows if self.after is None else self.after(rows)
+        rows = self.estimates(rows)
+        return sketching.median(rows).flatten(0, -2)
+
+    def estimates(self, rows: Tensor) -> Tensor:
+        """Expand the product's rows to the k estimates of the outputs that the median is taken over: (k, …, n)."""
         k = self.plan.rows
         if self.after is not None:
-            rows = self.after(rows)
-            return sketching.median(rows.unflatten(0, (k, -1))) if k > 1 else rows
-        if k == 1:
-            return rows
-        parts = rows.unflatten(0, (self.parts // k, k, -1)).transpose(0, 1)
-        return sketching.median(parts).flatten(0, 1)
+            return self.after(rows).unflatten(0, (k, -1))
+        return rows.unflatten(0, (self.parts // k, k, -1)).transpose(0, 1)
 
     def multiply(self, small: Tensor, columns: Tensor) -> Tensor:
         """Multiply columns with the weight: (inputs, n) -> (outputs, n)."""

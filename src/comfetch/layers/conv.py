@@ -41,8 +41,8 @@ class SketchedConv(SketchedLayer):
             y = _multiply(product, weight, x, window)
         else:
             last = is_channels_last(x) or not has_plain_kernel(weight)
-            z = _convolve(weight, sum_inputs(product, x, last), window)
-            y = finish_outputs(product, z, is_channels_last(x))
+            summed = sum_inputs(product, x, last)
+            y = finish_outputs(product, _convolve(weight, summed, window), is_channels_last(x))
         return add_bias(y, self.bias)
 
     def _pad(self, x: Tensor) -> tuple[Tensor, Sizes]:
@@ -158,8 +158,8 @@ class SketchedConvTranspose(SketchedLayer):
         weight = product.weight(self.weight).transpose(1, 2)
         kernel = weight.reshape(-1, weight.shape[2], *full.kernel_size)
         convolve = CONVOLVE_TRANSPOSED[dims]
-        z = convolve(x, kernel, None, full.stride, full.padding, padding, product.parts, full.dilation)
-        return add_bias(finish_outputs(product, z, last), self.bias)
+        options = (full.stride, full.padding, padding, product.parts, full.dilation)
+        return add_bias(finish_outputs(product, convolve(x, kernel, None, *options), last), self.bias)
 
 
 def sum_inputs(product: Product, x: Tensor, last: bool) -> Tensor:
@@ -173,7 +173,9 @@ def finish_outputs(product: Product, z: Tensor, last: bool) -> Tensor:
     """Bring the channels of the small convolution to the full ones, innermost in memory with `last`."""
     if product.after is None and product.plan.rows == 1:
         return to_layout(z, last)
-    return _FromRows.apply(product.finish(_ToRows.apply(z)), tuple(z.shape), last)
+    shape, rows = tuple(z.shape), [_ToRows.apply(z)]
+    del z  # with blocks it is as large as the outputs of all rows: whatever is used up must go before those are made
+    return _FromRows.apply(product.finish(rows.pop()), shape, last)
 
 
 class _KeepLayout(torch.autograd.Function):

@@ -44,8 +44,8 @@ class SketchedEmbedding(SketchedLayer):
         """Look up (…) ids: (…, embedding dimension)."""
         small = self.weight if self.factor is None else self.weight * self.factor.to(self.weight.dtype)
         tables = small.unbind() if self.plan.rows > 1 else [small]
-        rows = [self._look_up(table, ids.flatten(), row) for row, table in enumerate(tables)]
-        return sketching.median(torch.stack(rows)).view(*ids.shape, self.full.embedding_dim)
+        rows = torch.stack([self._look_up(table, ids.flatten(), row) for row, table in enumerate(tables)])
+        return sketching.median(rows).view(*ids.shape, self.full.embedding_dim)
 
     def _look_up(self, table: Tensor, ids: Tensor, row: int) -> Tensor:
         full, blocks = self.full, self.plan.blocks

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from comfetch import sketching
 from comfetch.layers.base import Product
 
 State = tuple[Tensor, ...]
@@ -118,17 +119,23 @@ class Multiplier:
         """Make a multiplier, if there is a weight."""
         return None if product is None or weight is None else cls(product, weight)
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return y, (outputs, n); and the small product if `back` needs it, for the median of more than one row."""
-        z = torch.bmm(self.weight, self._slices(x)).flatten(0, 1)
-        return self.product.finish(z).to(x.dtype), z if self.product.plan.rows > 1 else None
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return y, (outputs, n)."""
+        return self.product.finish(self._multiply(x)).to(x.dtype)
 
-    def back(self, grad: Tensor, x: Tensor, z: Tensor | None) -> Tensor:
+    def placed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return y; and the places of its median, which `back` needs, if there are more than two rows."""
+        if self.product.plan.rows <= 2:
+            return self(x), None
+        y, places = sketching.place_median(self.product.estimates(self._multiply(x)))
+        return y.flatten(0, -2).to(x.dtype), places
+
+    def back(self, grad: Tensor, x: Tensor, places: Tensor | None) -> Tensor:
         """Return the gradient of x, and add ∂z xᵀ to that of the weight."""
         product, grad = self.product, grad.to(self.weight.dtype)
-        if z is not None:
-            grad = _finish_back(product, grad, z)
-        elif product.after is not None:
+        if product.plan.rows > 1:
+            grad = _estimates_back(product, grad, places)
+        if product.after is not None:
             grad = product.after.transposed(grad)
         grad = grad.unflatten(0, (product.parts, -1))
         self._add(torch.bmm(grad, self._slices(x).transpose(1, 2)))
@@ -141,6 +148,9 @@ class Multiplier:
         else:
             self.weight_grad.add_(grad)
 
+    def _multiply(self, x: Tensor) -> Tensor:
+        return torch.bmm(self.weight, self._slices(x)).flatten(0, 1)
+
     def _slices(self, x: Tensor) -> Tensor:
         x = x.to(self.weight.dtype)
         if self.product.before is not None:
@@ -149,22 +159,13 @@ class Multiplier:
         return slices
 
 
-def _finish_back(product: Product, grad: Tensor, z: Tensor) -> Tensor:
-    """Return the gradient of the small product z through `Product.finish`, for more than one row."""
+def _estimates_back(product: Product, grad: Tensor, places: Tensor | None) -> Tensor:
+    """Return the gradient of all rows, (… · outputs, n), but for their expansion, from that of their median."""
     k = product.plan.rows
-    if product.after is not None:
-        estimates = product.after(z).unflatten(0, (k, -1))
-        return product.after.transposed(_median_back(estimates, grad).flatten(0, 1))
-    estimates = z.unflatten(0, (product.parts // k, k, -1)).transpose(0, 1)
-    back = _median_back(estimates, grad.unflatten(0, (len(estimates[0]), -1)))
-    return back.transpose(0, 1).flatten(0, 2)
-
-
-def _median_back(rows: Tensor, grad: Tensor) -> Tensor:
-    """Pass the gradient of a median over dimension 0 to the row in the middle, or to the two there are."""
-    k = len(rows)
-    middle = rows.argsort(dim=0)[(k - 1) // 2 : k // 2 + 1]
-    return torch.zeros_like(rows).scatter(0, middle, (grad / len(middle)).expand_as(middle))
+    if product.after is None:
+        grad = grad.unflatten(0, (product.parts // k, -1))
+    rows = (grad / k).expand(k, *grad.shape) if places is None else sketching.median_gradient(grad, places, k)
+    return rows.flatten(0, 1) if product.after is not None else rows.transpose(0, 1).flatten(0, 2)
 
 
 @dataclass(frozen=True)
@@ -201,15 +202,15 @@ class Recurrence(torch.autograd.Function):
         for t in loop.order:
             state = _fit(state, initial, loop.sizes[t], ended)
             before = state[0]
-            product, z = hidden(before)
+            product, places = hidden.placed(before)
             state, kept = loop.cell.step(steps[t], product, bias, state)
             raw = projected = None
             if project is not None:
                 raw = state[0]
-                product, projected = project(raw)
+                product, projected = project.placed(raw)
                 state = (product, *state[1:])
             outputs[t] = state[0]
-            saved[t] = (before, z, raw, projected, *kept)
+            saved[t] = (before, places, raw, projected, *kept)
         ctx.loop = loop
         ctx.save_for_backward(weight, projection, *(x for t in range(len(saved)) for x in saved[t]))
         return torch.cat([outputs[t] for t in range(len(outputs))], dim=1), *_join(state, ended)
@@ -230,14 +231,14 @@ class Recurrence(torch.autograd.Function):
         grads = _fit(grad_final, grad_final, loop.sizes[order[0]], [])
         for t in order:
             grads = _fit(grads, grad_final, loop.sizes[t], ended)
-            before, z, raw, projected, *kept = flat[each * t : each * (t + 1)]
+            before, places, raw, projected, *kept = flat[each * t : each * (t + 1)]
             h = grads[0] + grad_outputs[t]
             if project is not None:
                 h = project.back(h, raw, projected)
             grad_inputs[t], grad_hidden, direct, rest = loop.cell.back(kept, (h, *grads[1:]))
             if ctx.needs_input_grad[2]:
                 bias_grads.append(grad_hidden[-len(h) :].sum(1))
-            through = hidden.back(grad_hidden, before, z)
+            through = hidden.back(grad_hidden, before, places)
             grads = (through if direct is None else direct.add_(through), *rest)
         return (
             None,

@@ -108,7 +108,7 @@ class SketchedRecurrent(SketchedLayer):
     def _run_one(self, name: str, rows: Tensor, sizes: list[int], initial: State) -> tuple[Tensor, State]:
         """Run one layer in one direction over (inputs, n)."""
         product, weight = self._weight(f"weight_ih_{name}")
-        inputs = Multiplier(product, weight)(rows)[0]
+        inputs = Multiplier(product, weight)(rows)
         hidden_bias = None
         if self.bias:
             ih, hh = getattr(self, f"bias_ih_{name}"), getattr(self, f"bias_hh_{name}")
