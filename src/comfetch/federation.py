@@ -19,9 +19,9 @@ from comfetch.data import Examples, Task, load_task, partition
 from comfetch.driver import Channel, Record, Round, check_channel, kept_bytes, sample, train_client, train_seed
 from comfetch.errors import ModelError, OptionError
 from comfetch.footprint import Bytes, count, meta_model, track
+from comfetch.groups import multiply_steps
 from comfetch.layers import SketchedLayer
 from comfetch.methods.base import Build, Client, Message, Method, Server, State, TwoPass
-from comfetch.methods.local import OPTIMISERS
 from comfetch.models import constructor
 
 CPU = torch.device("cpu")
@@ -228,9 +228,11 @@ class Federation:
         def optimiser(parameters: Any) -> torch.optim.Optimizer:
             if local is None or getattr(self.method, "uploads", "weights") == "gradient":
                 return torch.optim.SGD(parameters, lr=0.0)
-            made: torch.optim.Optimizer = OPTIMISERS[local.optimiser](parameters, lr=local.lr, **local.settings)
+            made: torch.optim.Optimizer = local.make_optimiser(model)
             if local.is_fused:  # beyond its state, which its first step makes, it takes no memory
-                made.register_step_post_hook(lambda *_: setattr(made, "step", lambda: None))
+                made.register_step_post_hook(
+                    lambda *_: setattr(made, "step", lambda: multiply_steps(made, lambda: None))
+                )
             return made
 
         counted = count(model, inputs, optimiser)

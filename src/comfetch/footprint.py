@@ -259,7 +259,10 @@ def _state_bytes(parameters: Sequence[Tensor], make: MakeOptimiser) -> int:
 
 
 def _state_tensors(optimiser: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return (t for s in optimiser.state.values() for t in s.values() if isinstance(t, Tensor))
+    """Yield what the optimiser holds, and what its groups carry beside their parameters."""
+    return (
+        t for s in (*optimiser.state.values(), *optimiser.param_groups) for t in s.values() if isinstance(t, Tensor)
+    )
 
 
 def _by_layer(model: nn.Module) -> Iterator[tuple[str, int, int]]:

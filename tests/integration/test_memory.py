@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import comfetch as cf
+from comfetch.experiment import Experiment
+from comfetch.federation import make_federation
 from comfetch.footprint import track
 from comfetch.models import resnet9
 from tests.oracle import tensors
@@ -170,3 +172,27 @@ def test_three_rows_keep_little_more_for_the_gradient_than_one(build: Any, shape
         assert cf.footprint(model, batch).sketched_bytes.activations == pytest.approx(found.activations, rel=0.1)
         held[rows] = found.activations
     assert held[3] < limit * held[1], f"{held[3] / held[1]:.2f} times as much"
+
+
+def wide() -> nn.Module:
+    layers = [nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU()]
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(512, 10))
+
+
+@pytest.mark.parametrize("mode, rows", [("output", 1), ("output", 3), ("input", 1), ("both", 1)])
+@pytest.mark.parametrize("optimiser", ["adam", "sgd"])
+def test_rates_by_load_take_hardly_any_memory_and_what_they_take_is_predicted(
+    mode: str, rows: int, optimiser: str
+) -> None:
+    found = {}
+    for load_rates in (False, True):
+        options = {"mode": mode, "rows": rows, "optimiser": optimiser, "load_rates": load_rates}
+        method = Experiment.of({"preset": "paper", "compression": 4.0, **options}).make_method()
+        federation = make_federation(method, "digits", wide, clients=4)
+        model = federation.client_model(federation.start(), federation.clients[0])
+        measured, predicted = federation.measure(model, max(federation.data, key=len))
+        assert measured == pytest.approx(predicted, rel=0.02)
+        found[load_rates] = measured
+    weights = sum(p.nbytes for p in model.parameters())
+    extra = (found[True] - found[False]) / weights
+    assert extra < (0.01 if mode != "both" else 1), f"{extra:.2f} times the weights"  # loads of both sides: one a value
