@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comfetch import hashing, sketching
+from comfetch import hashing, medians, sketching
 from comfetch.errors import MismatchError, OptionError
 
 MODES = ("output", "input", "both")
@@ -111,7 +111,7 @@ class WeightPlan:
 
     def unsketch(self, small: Tensor) -> Tensor:
         """Ŵ = E S, in the full shape; with more than one row, the median of the estimates."""
-        return sketching.median(self.unsketch_rows(small))
+        return medians.median(self.unsketch_rows(small))
 
     def unsketch_rows(self, small: Tensor) -> Tensor:
         """Recover one estimate of the full weight from each row: (rows, *shape)."""

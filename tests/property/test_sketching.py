@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from comfetch import hashing, sketching
+from comfetch import hashing, medians, sketching
 from comfetch.plan import MODES, Geometry, WeightPlan
 from tests.oracle import (
     close,
@@ -249,7 +249,7 @@ def test_fresh_full_weights_survive_the_sketch_with_their_norm(plan) -> None:
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=7))
 def test_median_is_that_of_numpy(values) -> None:
-    found = sketching.median(torch.tensor(values, dtype=torch.float64)[:, None])
+    found = medians.median(torch.tensor(values, dtype=torch.float64)[:, None])
     assert float(found) == pytest.approx(float(np.median(values)))
 
 
@@ -274,7 +274,7 @@ def test_median_with_a_gradient_is_that_of_a_stable_sort(data, k, dtype) -> None
         rows = rows.transpose(0, 1).contiguous().transpose(0, 1)  # as layers that sketch their inputs give them
     grad = torch.randn(shape, dtype=dtype)
     wanted, wanted_back = sorted_median(rows, grad)
-    found = sketching.median(rows.requires_grad_())
+    found = medians.median(rows.requires_grad_())
     found.backward(grad)
     assert found.dtype == dtype and torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
     assert torch.equal(found.isnan(), wanted.isnan())
@@ -287,10 +287,10 @@ def test_median_of_many_values_is_that_of_a_few(k: int, shape: tuple[int, ...]) 
     """They are worked on in pieces."""
     rows, grad = torch.randn(k, *shape), torch.randn(shape)
     wanted, wanted_back = sorted_median(rows, grad)
-    found = sketching.median(rows.requires_grad_())
+    found = medians.median(rows.requires_grad_())
     found.backward(grad)
     assert torch.equal(found, wanted) and torch.equal(rows.grad, wanted_back)
-    assert torch.equal(found, sketching.median(rows.detach()))
+    assert torch.equal(found, medians.median(rows.detach()))
 
 
 @given(KEYS, HASHES, st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), SCALES)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from comfetch import sketching
+from comfetch import medians
 from comfetch.errors import MismatchError
 from tests.oracle import SCHEMES, half_sketched
 
@@ -121,7 +121,7 @@ def test_with_more_rows_every_product_is_a_median(mode: str, rows: int) -> None:
     packed = layer.plans["in_proj_weight"].unsketch_rows(layer.in_proj_weight)
 
     def multiply(weights: Tensor, bias: Tensor, y: Tensor) -> Tensor:
-        return sketching.median(torch.stack([y @ w.t() for w in weights])) + bias
+        return medians.median(torch.stack([y @ w.t() for w in weights])) + bias
 
     q, k, v = (
         multiply(w, b, x).unflatten(-1, (HEADS, -1)).permute(1, 2, 0, 3)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from scipy.stats import trim_mean
 
 from comfetch.errors import OptionError
+from comfetch.medians import sort_rows
 from comfetch.methods import Client, Message, Upload
 from comfetch.methods.averaging import LARGE, RULES, Averaging
-from comfetch.sketching import sort_rows
 
 SHAPES = {"small": (3, 4), "large": (2, LARGE // 2 + 3), "scalar": (), "empty": (0, 2)}
 

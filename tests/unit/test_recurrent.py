@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from comfetch import sketching
+from comfetch import medians
 from comfetch.errors import MismatchError
 from tests.oracle import SCHEMES, half_sketched
 
@@ -114,7 +114,7 @@ def reference(layer: Any, x: Tensor) -> Tensor:
 
     def multiply(name: str, rows: Tensor) -> Tensor:
         estimates = layer.plans[name].unsketch_rows(getattr(layer, name))
-        return sketching.median(torch.stack([rows @ w.t() for w in estimates]))
+        return medians.median(torch.stack([rows @ w.t() for w in estimates]))
 
     h = x.new_zeros(x.shape[1], layer.proj_size or layer.hidden_size)
     c = x.new_zeros(x.shape[1], layer.hidden_size)

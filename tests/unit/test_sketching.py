@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comfetch import hashing, sketching
+from comfetch import hashing, medians, sketching
 from comfetch.errors import ComfetchError, MismatchError, OptionError
 from comfetch.footprint import track
 from tests.oracle import compiles
@@ -24,12 +24,12 @@ def test_expand_picks_signed_entries_along_any_dimension() -> None:
 
 @pytest.mark.parametrize("rows, wanted", [([3.0], 3.0), ([1.0, 4.0], 2.5), ([9.0, 1, 4], 4.0), ([9.0, 1, 2, 4], 3.0)])
 def test_median_of_an_even_number_is_the_mean_of_the_middle_two(rows: list[float], wanted: float) -> None:
-    assert float(sketching.median(torch.tensor(rows)[:, None])) == wanted
+    assert float(medians.median(torch.tensor(rows)[:, None])) == wanted
 
 
 def test_gradient_of_an_even_median_goes_half_to_each_middle_row() -> None:
     rows = torch.tensor([[9.0], [1.0], [2.0], [4.0]], requires_grad=True)
-    sketching.median(rows).sum().backward()
+    medians.median(rows).sum().backward()
     assert rows.grad.flatten().tolist() == [0.0, 0.0, 0.5, 0.5]
 
 
@@ -38,15 +38,15 @@ def test_gradient_of_an_even_median_goes_half_to_each_middle_row() -> None:
 def test_median_has_all_derivatives_that_torch_gives_a_sort(k: int) -> None:
     rows = torch.randn(k, 2, 3, dtype=torch.float64, requires_grad=True)
     options = {"check_batched_grad": True, "fast_mode": k > 5}
-    assert torch.autograd.gradcheck(sketching.median, (rows,), check_forward_ad=True, **options)
-    assert torch.autograd.gradgradcheck(lambda t: sketching.median(t).tanh(), (rows,), **options)
+    assert torch.autograd.gradcheck(medians.median, (rows,), check_forward_ad=True, **options)
+    assert torch.autograd.gradgradcheck(lambda t: medians.median(t).tanh(), (rows,), **options)
 
 
 @scripts
 @pytest.mark.parametrize("k", [3, 4])
 def test_median_can_be_transformed_by_torch_func(k: int) -> None:
     def loss(rows: Tensor) -> Tensor:
-        return (sketching.median(rows) ** 3).sum()
+        return (medians.median(rows) ** 3).sum()
 
     def sorted_loss(rows: Tensor) -> Tensor:
         return (rows.sort(dim=0).values[(k - 1) // 2 : k // 2 + 1].mean(0) ** 3).sum()
@@ -64,10 +64,10 @@ def test_median_compiles_in_one_graph(k: int) -> None:
     torch._dynamo.reset()
     a = torch.randn(k, 5, requires_grad=True)
     b = a.detach().clone().requires_grad_()
-    found = torch.compile(sketching.median, backend="aot_eager", fullgraph=True)(a)
+    found = torch.compile(medians.median, backend="aot_eager", fullgraph=True)(a)
     found.square().sum().backward()
-    sketching.median(b).square().sum().backward()
-    torch.testing.assert_close(found, sketching.median(b))
+    medians.median(b).square().sum().backward()
+    torch.testing.assert_close(found, medians.median(b))
     torch.testing.assert_close(a.grad, b.grad)
 
 
@@ -76,7 +76,7 @@ def test_median_keeps_one_byte_a_value_for_its_gradient(k: int, size: int) -> No
     kept: list[Tensor] = []
     rows = torch.randn(k, 10, 30, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        sketching.median(rows).sum()
+        medians.median(rows).sum()
     assert sum(t.nbytes for t in kept) == size * 300
 
 
@@ -86,7 +86,7 @@ def test_median_and_its_gradient_take_little_more_memory_than_the_rows(k: int, d
     """Sorting took over three times the rows, and kept twice the rows until the gradient."""
     rows = torch.empty(k, 64, 2**14, device=device).normal_().requires_grad_()
     with track([rows]) as live:
-        median = sketching.median(rows)
+        median = medians.median(rows)
         forward, kept = live.peak - rows.nbytes, live.now - rows.nbytes
         median.backward(median.detach())
     one = median.nbytes

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from comfetch import hashing, sketching
+from comfetch import hashing, medians
 from comfetch.errors import OptionError
 from comfetch.plan import Geometry, WeightPlan
 from comfetch.sketching import SignedSum
@@ -94,7 +94,7 @@ class Product(nn.Module):
         if self.plan.rows == 1:
             return rows if self.after is None else self.after(rows)
         rows = self.estimates(rows)
-        return sketching.median(rows).flatten(0, -2)
+        return medians.median(rows).flatten(0, -2)
 
     def estimates(self, rows: Tensor) -> Tensor:
         """Expand the product's rows to the k estimates of the outputs that the median is taken over: (k, …, n)."""

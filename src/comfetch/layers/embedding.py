@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comfetch import sketching
+from comfetch import medians, sketching
 from comfetch.errors import ModelError
 from comfetch.layers.base import Plans, Recipe, SketchedLayer, register_layer
 from comfetch.plan import Geometry
@@ -45,7 +45,7 @@ class SketchedEmbedding(SketchedLayer):
         small = self.weight if self.factor is None else self.weight * self.factor.to(self.weight.dtype)
         tables = small.unbind() if self.plan.rows > 1 else [small]
         rows = torch.stack([self._look_up(table, ids.flatten(), row) for row, table in enumerate(tables)])
-        return sketching.median(rows).view(*ids.shape, self.full.embedding_dim)
+        return medians.median(rows).view(*ids.shape, self.full.embedding_dim)
 
     def _look_up(self, table: Tensor, ids: Tensor, row: int) -> Tensor:
         full, blocks = self.full, self.plan.blocks

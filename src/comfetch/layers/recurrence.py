@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from comfetch import sketching
+from comfetch import medians
 from comfetch.layers.base import Product
 
 State = tuple[Tensor, ...]
@@ -127,7 +127,7 @@ class Multiplier:
         """Return y; and the places of its median, which `back` needs, if there are more than two rows."""
         if self.product.plan.rows <= 2:
             return self(x), None
-        y, places = sketching.place_median(self.product.estimates(self._multiply(x)))
+        y, places = medians.place_median(self.product.estimates(self._multiply(x)))
         return y.flatten(0, -2).to(x.dtype), places
 
     def back(self, grad: Tensor, x: Tensor, places: Tensor | None) -> Tensor:
@@ -164,7 +164,7 @@ def _estimates_back(product: Product, grad: Tensor, places: Tensor | None) -> Te
     k = product.plan.rows
     if product.after is None:
         grad = grad.unflatten(0, (product.parts // k, -1))
-    rows = (grad / k).expand(k, *grad.shape) if places is None else sketching.median_gradient(grad, places, k)
+    rows = (grad / k).expand(k, *grad.shape) if places is None else medians.median_gradient(grad, places, k)
     return rows.flatten(0, 1) if product.after is not None else rows.transpose(0, 1).flatten(0, 2)
 
 

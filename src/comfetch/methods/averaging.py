@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from comfetch.errors import OptionError
+from comfetch.medians import sort_rows
 from comfetch.methods.base import State, Upload
-from comfetch.sketching import sort_rows
 from comfetch.transforms import Transform
 
 WEIGHTINGS = ("examples", "uniform")

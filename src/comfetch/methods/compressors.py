@@ -15,8 +15,9 @@ from torch import Tensor
 
 from comfetch import hashing
 from comfetch.errors import OptionError, UploadError
+from comfetch.medians import median
 from comfetch.methods.base import State
-from comfetch.sketching import expand, median, row_keys
+from comfetch.sketching import expand, row_keys
 
 NORMS = ("max", "l2")
 WIDTHS = (1, 2, 4, 8)
