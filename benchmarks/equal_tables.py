@@ -6,6 +6,7 @@ The tables themselves are written by `make tables`.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from comfetch.report import Group, Run, read_run
 
 RESULTS = Path(__file__).parent / "results"
 KINDS = ("bytes", "memory")
+FOLDERS = (*KINDS, "bytes-32")
+"""Comparisons: what was equal, and at which compression of ours, if it is not 10; `equal-…` holds the runs."""
 PRESETS = {
     "comfetch": "comfetch, default", "comfetch-int8": "comfetch, default, int8", "comfetch-paper": "comfetch, paper",
     "narrow-int8": "narrow, int8", "heterofl-int8": "heterofl, int8",
@@ -41,22 +44,22 @@ def seed_groups(folder: Path) -> dict[str, Group]:
     return groups
 
 
-def method_groups(kind: str) -> list[Group]:
+def method_groups(folder: str) -> list[Group]:
     """Put the seeds of each method together, the best method first."""
-    groups = seed_groups(RESULTS / f"equal-{kind}")
+    groups = seed_groups(RESULTS / f"equal-{folder}")
     return sorted(groups.values(), key=lambda group: -group.values(lambda run: run.last("accuracy"))[0])
 
 
-def settings(kind: str) -> dict[str, dict[str, Any]]:
+def settings(folder: str) -> dict[str, dict[str, Any]]:
     """Read to what each method was sized: name -> setting, cost and whether it fits, of its first seed."""
-    sizes = read_json(RESULTS / f"equal-{kind}" / EQUAL).get("runs", [])
+    sizes = read_json(RESULTS / f"equal-{folder}" / EQUAL).get("runs", [])
     return {row["run"].removesuffix(f"{SEED}0"): row for row in sizes if row["run"].endswith(f"{SEED}0")}
 
 
-def equal_table(kind: str) -> str:
+def equal_table(folder: str) -> str:
     """Show all methods that meet the budget: setting, tuned rate, accuracy over seeds, costs."""
-    sized, rows = settings(kind), []
-    for group in method_groups(kind):
+    sized, rows = settings(folder), []
+    for group in method_groups(folder):
         first = group.runs[0]
         name = first.folder.name.split(SEED)[0]
         accuracies = [[100 * measure(run) for run in group.runs] for measure in (_last, _best)]
@@ -66,16 +69,17 @@ def equal_table(kind: str) -> str:
     return markdown(["method", "setting", "rate", "seeds", "last", "best", "bytes a round", "client memory"], rows)
 
 
-def equal_words(kind: str) -> str:
+def equal_words(folder: str) -> str:
     """Say which method wins where, and which cannot meet the budget."""
-    groups, lines = method_groups(kind), []
+    groups, lines = method_groups(folder), []
     for axis, sentences in verdicts(groups) if len(groups) > 1 else ():
         if axis.name in KINDS:  # seconds of a machine that did other work, too, are no measure
             lines.append(f"- Accuracy against {axis.title}: {' '.join(sentences)}")
-    large = {name: row for name, row in settings(kind).items() if not row["fits"]}
+    large = {name: row for name, row in settings(folder).items() if not row["fits"]}
     if large:
         needs = ", ".join(
-            f"{PRESETS.get(name, name)} ({format_cost(kind, row['cost'])})" for name, row in large.items()
+            f"{PRESETS.get(name, name)} ({format_cost(folder.partition('-')[0], row['cost'])})"
+            for name, row in large.items()
         )
         lines.append(f"- Too large at their smallest: {needs}.")
     return "".join(f"{line}\n" for line in lines)
@@ -103,18 +107,16 @@ def _best(run: Run) -> float:
 
 def main() -> None:
     """Draw the pictures."""
-    for kind in KINDS:
-        groups = method_groups(kind)
+    for folder in FOLDERS:
+        groups = method_groups(folder)
         for axis in AXES if len(groups) > 1 else ():
             if axis.name in KINDS:
-                to_png(pareto_picture(points(groups, axis), axis), RESULTS / f"equal-{kind}" / f"{axis.name}.png")
+                to_png(pareto_picture(points(groups, axis), axis), RESULTS / f"equal-{folder}" / f"{axis.name}.png")
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "equal_bytes": lambda: equal_table("bytes"),
-    "equal_bytes_words": lambda: equal_words("bytes"),
-    "equal_memory": lambda: equal_table("memory"),
-    "equal_memory_words": lambda: equal_words("memory"),
+    **{f"equal_{folder}": partial(equal_table, folder) for folder in FOLDERS},
+    **{f"equal_{folder}_words": partial(equal_words, folder) for folder in FOLDERS},
     "one_client": one_client,
 }
 
