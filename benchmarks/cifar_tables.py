@@ -23,7 +23,6 @@ PRESETS = {
     "FedAvg, the default's recipe": "default/fedavg", "FedAvg, the paper's recipe": "paper/iid-kept-100",
 }  # fmt: skip
 """Row of the first table -> its run."""
-DEFAULT = RESULTS / "default" / "compression-10"
 AT = (10, 20)
 """Rounds at which runs are compared."""
 
@@ -73,28 +72,14 @@ def ablation() -> str:
 
 def presets() -> str:
     """Compare the default preset with the paper's at the same compression, and with FedAvg."""
-    return _compared(PRESETS)
-
-
-def all_images() -> str:
-    """Compare the default preset at compression 10 with rivals of equal bytes, on all images; the best first."""
-    folders = [DEFAULT, *sorted(path.parent for path in RESULTS.glob("all-images/*/run.toml"))]
-    names = {"comfetch, default" if folder == DEFAULT else folder.name: str(folder) for folder in folders}
-    return _compared(names, ordered=True)
-
-
-def _compared(folders: dict[str, str], ordered: bool = False) -> str:
-    """Show runs at the rounds at which all are compared."""
     rows = []
-    for name, folder in folders.items():
+    for name, folder in PRESETS.items():
         if len(rounds := read_rounds(RESULTS / folder)) >= AT[0]:
             last = rounds[-1]
-            best = [best_so_far(rounds, until) for until in AT]
+            found = [told(best_so_far(rounds, until)) for until in AT]
             traffic = [format_bytes(last[way] / last["clients"]) for way in ("bytes_down", "bytes_up")]
-            cells = [name, *map(told, best), *traffic, format_bytes(last["client_memory"])]
-            rows.append((-(best[0] or 0) if ordered else 0, cells))
-    head = ["run", *(f"round {until}" for until in AT), "download", "upload", "client memory"]
-    return markdown(head, [cells for _, cells in sorted(rows, key=lambda row: row[0])])
+            rows.append([name, *found, *traffic, format_bytes(last["client_memory"])])
+    return markdown(["run", *(f"round {until}" for until in AT), "download", "upload", "client memory"], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -102,5 +87,4 @@ TABLES: dict[str, Callable[[], str]] = {
     "mask_logs": lambda: logs("masks/"),
     "default_ablation": ablation,
     "default_presets": presets,
-    "all_images": all_images,
 }
