@@ -109,7 +109,7 @@ def make_plan(model: nn.Module, settings: Settings) -> Plan:
     factors = _factors(chosen, settings)
     weights: dict[str, WeightPlan] = {}
     for candidate, factor in zip(chosen, factors, strict=True):
-        if factor == 1 and settings.compression not in (None, 1):
+        if factor == 1 < max(factors):
             kept[candidate.name] = f"spread={settings.spread:g} leaves nothing to save"
             continue
         problems += [f"{candidate.name}: {problem}" for problem in _obstacles(candidate)]
@@ -301,10 +301,10 @@ def spread_factors(sizes: Sequence[int], compression: float, spread: float) -> l
     while True:
         budget = sum(sizes) / compression - sum(sizes[i] for i in full)
         unit = budget / sum(n ** (1 - spread) for i, n in enumerate(sizes) if i not in full)
-        factors = [1.0 if i in full else round(n**spread / unit, 9) for i, n in enumerate(sizes)]
+        factors = [1.0 if i in full else n**spread / unit for i, n in enumerate(sizes)]
         above = {i for i, factor in enumerate(factors) if factor <= 1}
-        if above == full:
-            return factors
+        if above == full or len(above) == len(sizes):  # all: a compression that is 1 up to rounding
+            return [round(max(1.0, factor), 9) for factor in factors]
         full = above
 
 

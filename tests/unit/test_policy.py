@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -322,6 +322,8 @@ def test_lengths_of_the_paper_are_rounded_down(size: int, compression: float, le
     sizes=st.lists(st.integers(1, 10**8), min_size=1, max_size=30),
     compression=st.floats(1, 1000), spread=st.floats(0, 1),
 )  # fmt: skip
+@example(sizes=[100], compression=1 + 2**-52, spread=0.5)
+@example(sizes=[100, 7], compression=1 + 1e-10, spread=1.0)
 def test_spread_keeps_the_number_of_weights(sizes: list[int], compression: float, spread: float) -> None:
     factors = spread_factors(sizes, compression, spread)
     assert all(factor >= 1 for factor in factors)
