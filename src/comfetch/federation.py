@@ -16,7 +16,17 @@ from torch import Tensor, nn
 
 from comfetch.convert import unsketch
 from comfetch.data import Examples, Task, load_task, partition
-from comfetch.driver import Channel, Record, Round, check_channel, kept_bytes, sample, train_client, train_seed
+from comfetch.driver import (
+    Channel,
+    Record,
+    Round,
+    check_channel,
+    kept_bytes,
+    sample,
+    settle,
+    train_client,
+    train_seed,
+)
 from comfetch.errors import ModelError, OptionError
 from comfetch.footprint import Bytes, count, meta_model, track
 from comfetch.groups import multiply_steps
@@ -156,13 +166,17 @@ class Federation:
     def final_models(self, server: Server) -> tuple[nn.Module, nn.Module]:
         """Return the model that clients run, the smallest of them, and the server's own full one, never sketched."""
         client = max(self.clients, key=lambda client: client.capacity or 0)
-        sketched, sent = self.client_model(server, client), self.method.download(server, client).state
+        sketched, sent = self.settled(self.client_model(server, client)), self.method.download(server, client).state
         if sent is server.weights and self.channel.wire.down == "float32":
             return sketched, sketched
         if self.full is None:
             self.full = copy.deepcopy(sketched) if sent is server.weights else self.build().to(self.device)
         self.full.load_state_dict(server.weights)
-        return sketched, self.full
+        return sketched, self.settled(self.full)
+
+    def settled(self, model: nn.Module) -> nn.Module:
+        """Make a model ready for a test, where the method needs data of clients for it."""
+        return settle(self.method, self.channel, model, self.data)
 
     def client_model(self, server: Server, client: Client) -> nn.Module:
         """Return what a client would run now."""
@@ -174,7 +188,7 @@ class Federation:
         found: dict[float | None, tuple[float, float]] = {}
         for client in self.clients:
             if client.capacity not in found:
-                found[client.capacity] = self.test(self.client_model(server, client), self.task.test)
+                found[client.capacity] = self.test(self.settled(self.client_model(server, client)), self.task.test)
         loss, accuracy = (statistics.fmean(found[c.capacity][i] for c in self.clients) for i in (0, 1))
         sketched, full = self.final_models(server)
         alike = full is sketched or (len(found) == 1 and stands_for(sketched, full))
@@ -190,7 +204,10 @@ class Federation:
         for client, examples in zip(self.clients, self.tests, strict=True):
             audience, _, received = post.post(client)
             if len(examples):
-                tested.append((len(examples), *self.test(self.model(client, audience, received), examples)))
+                model = settle(
+                    self.method, self.channel, self.model(client, audience, received), [self.data[client.id]]
+                )
+                tested.append((len(examples), *self.test(model, examples)))
         return evaluation_record(tested, post.bytes_down)
 
     @torch.no_grad()

@@ -110,7 +110,7 @@ def simulate(
             on_round(record)
     sketched, full = federation.final_models(server)
     if folder is not None:
-        _save_models(folder, sketched, server)
+        _save_models(folder, sketched, full)
     return History(history, server, sketched, full, folder)
 
 
@@ -154,8 +154,8 @@ def _begin(
     return server, []
 
 
-def _save_models(folder: Path, sketched: nn.Module, server: Server) -> None:
-    """Save the server's W, and the sketched model with its plan."""
-    save_state(server.weights, folder / "full.safetensors", {})
+def _save_models(folder: Path, sketched: nn.Module, full: nn.Module) -> None:
+    """Save the server's own model, and the sketched one with its plan."""
+    save_state(full.state_dict(), folder / "full.safetensors", {})
     plan = plan_of(sketched)
     save_state(sketched.state_dict(), folder / "sketched.safetensors", {PLAN: plan.to_json()} if plan else {})

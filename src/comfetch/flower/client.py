@@ -13,7 +13,7 @@ from torch import nn
 
 from comfetch import methods
 from comfetch.capacity import parse_capacities
-from comfetch.driver import Channel, kept_bytes, train_client
+from comfetch.driver import Channel, kept_bytes, settle, train_client
 from comfetch.errors import ComfetchError, MismatchError
 from comfetch.flower.messages import (
     CONFIG,
@@ -149,7 +149,8 @@ def client_app(site: Callable[[Context], Site], mods: list[Mod] | None = None) -
         here = site(context)
         if here.test is None:
             raise ComfetchError("This node has nothing to test on. Set fraction_evaluate=0, or give its Site a test.")
-        count, loss, accuracy = here.test(client_model(here.build, msg, here.method, _memory(context)))
+        model = client_model(here.build, msg, here.method, _memory(context))
+        count, loss, accuracy = here.test(settle(here.method, here.channel, model, [here.data]))
         metrics = MetricRecord({"num-examples": count, "loss": loss, "accuracy": accuracy})
         return Message(RecordDict({METRICS: metrics}), reply_to=msg)
 

@@ -1,31 +1,51 @@
 """Sub-models whose channels change: FedRolex (Alam et al. 2022), federated dropout (Caldas et al. 2018)."""
 
-from collections.abc import Hashable
+import itertools
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from comfetch import hashing
-from comfetch.methods.base import Client, Server
+from comfetch.methods.base import Client, LocalData, Server
 from comfetch.methods.submodel import SubModel
+
+EXAMPLES, BATCH = 1000, 50
+"""How many training examples the statistics of a model are taken from, and in batches of how many."""
 
 
 @dataclass
-class FedRolex(SubModel):
+class Rolling(SubModel):
+    """Train sub-models whose channels change from round to round.
+
+    Running statistics that other sub-models have left behind do not fit the next one, nor the full model. So they are
+    taken anew before a test, from examples of the clients (the static batch norm of HeteroFL and FedRolex, where it is
+    done once, after training). What clients would answer for it is not counted as traffic.
+    """
+
+    rolls: ClassVar[bool] = True
+    holds: ClassVar[str] = "narrow sub-model"
+
+    def settle(self, model: nn.Module, data: Sequence[LocalData]) -> None:
+        """Set running statistics to those of about a thousand training examples, as many of each client."""
+        take_statistics(model, data)
+
+
+@dataclass
+class FedRolex(Rolling):
     """Compress both directions, the client's memory and its work: a client holds, gets and sends a narrow sub-model.
 
     In round t a layer of n channels keeps the window {(t + j) mod n : j < ⌈r · n⌉}, r = 1/√compression: it rolls by one
     channel a round, so all of the server's model is trained though no client could hold it. Layers of one size have the
     same window, so weights between channels farther apart than its width stay as they were drawn (the paper's rule).
-    Running statistics of batch norm are averaged within each width, where the paper queries them after training.
+    Running statistics of batch norm are taken anew before every test, where the paper does so after training.
     """
 
     down: ClassVar[str] = "a window of channels of every layer, rolling"
     up: ClassVar[str] = "the same window"
-    rolls: ClassVar[bool] = True
-    holds: ClassVar[str] = "narrow sub-model"
 
     name: str = "fedrolex"
 
@@ -35,18 +55,18 @@ class FedRolex(SubModel):
 
 
 @dataclass
-class FederatedDropout(SubModel):
+class FederatedDropout(Rolling):
     """Compress both directions, the client's memory and its work: a client holds, gets and sends a narrow sub-model.
 
     Each client in each round gets ⌈r · n⌉ of n channels drawn at random, r = 1/√compression. The paper draws for each
     layer of its own; here layers of one size keep the same channels, so that residuals fit. What is sent is not
-    compressed further, where the paper adds quantisation and a Hadamard transform: use the wire's int8 for that.
+    compressed further, where the paper adds quantisation and a Hadamard transform: use the wire's int8 for that. What
+    this trains is the full model: a sub-model drawn anew is worse, the narrower the more so. Its paper has no batch
+    norm; here running statistics are taken anew before every test.
     """
 
     down: ClassVar[str] = "random channels of every layer"
     up: ClassVar[str] = "the same channels"
-    rolls: ClassVar[bool] = True
-    holds: ClassVar[str] = "narrow sub-model"
     pools: ClassVar[bool] = False
 
     name: str = "fed-dropout"
@@ -60,3 +80,25 @@ class FederatedDropout(SubModel):
         key = hashing.fold(self.key, "channels", round, client.id, channels)
         rank = hashing.draw([key], channels, channels).index[0]
         return torch.from_numpy((rank < width).nonzero()[0])
+
+
+@torch.no_grad()
+def take_statistics(model: nn.Module, data: Sequence[LocalData]) -> None:
+    """Set batch norm's statistics to the mean over batches, the first of each client's; nothing else is changed."""
+    norms = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats]
+    if not norms:
+        return
+    momenta = [norm.momentum for norm in norms]
+    model.eval()  # no dropout
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean of all batches
+        norm.train()
+    for own in data:
+        batches = own.batches(BATCH, torch.Generator().manual_seed(0))
+        for inputs, _ in itertools.islice(batches, max(1, EXAMPLES // (BATCH * len(data)))):
+            if len(inputs) > 1:  # one example has no variance
+                model(inputs)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+        norm.eval()
