@@ -16,7 +16,7 @@ from comfetch.experiment import Experiment, read_experiment
 from comfetch.plan import format_table
 
 TERMS = (
-    "task", "model", "stem", "norm", "limit", "clients", "fraction", "rounds", "partition", "alpha", "unequal",
+    "task", "model", "stem", "norm", "init", "limit", "clients", "fraction", "rounds", "partition", "alpha", "unequal",
     "evaluation", "validation", "local_epochs", "local_steps", "batch_size",
 )  # fmt: skip
 """Options that all experiments must share to be compared on equal terms."""

@@ -23,7 +23,7 @@ from comfetch.methods import METHODS, Local, Method, Server
 from comfetch.methods.averaging import RULES, WEIGHTINGS, Averaging
 from comfetch.methods.comfetch import SPACES, UPLOADS
 from comfetch.methods.local import OPTIMISERS
-from comfetch.models import MODELS, NORMS, STEMS, constructor
+from comfetch.models import INITS, MODELS, NORMS, STEMS, constructor
 from comfetch.plan import MODES
 from comfetch.policy import POLICIES
 from comfetch.privacy import PLACES, Privacy
@@ -70,6 +70,7 @@ class Experiment:
     model: str | None = _option(None, TASK, "Model; the task's own if not given.", MODELS)
     stem: str | None = _option(None, TASK, "First convolution of ResNet-18: 7x7 as in the paper, or 3x3.", STEMS)
     norm: str | None = _option(None, TASK, "Normalisation of ResNets.", NORMS)
+    init: str | None = _option(None, TASK, "How the initial convolutions of ResNets are drawn.", INITS)
     limit: int | None = _option(None, TASK, "Use only so many examples of each side.")
     method: str = _option("comfetch", TASK, "Federated method.", METHODS)
     method_options: str | None = _option(
@@ -240,7 +241,7 @@ class Experiment:
         if self.validation is not None:
             task = task.held_out(self.validation, self.seed)
         model = self.model or task.model
-        extras = {name: value for name in ("stem", "norm") if (value := getattr(self, name)) is not None}
+        extras = {name: value for name in ("stem", "norm", "init") if (value := getattr(self, name)) is not None}
         return task, constructor(model, task.inputs, task.classes, **extras) if isinstance(model, str) else model
 
     def run(

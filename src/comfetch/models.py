@@ -40,11 +40,19 @@ NORMS: dict[str, Norm] = {"batch": nn.BatchNorm2d, "group": _group_norm}
 """`group` has no running statistics, which clients with different data share badly."""
 
 
-def _init_convolutions(model: nn.Module) -> None:
+def _init_torchvision(model: nn.Module) -> None:
     """Draw the weights of convolutions as torchvision's ResNets do: normal, variance 2 / fan-out."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+def _init_torch(model: nn.Module) -> None:
+    """Leave convolutions as torch draws them: uniform, variance 1 / (3 fan-in)."""
+
+
+INITS = {"torchvision": _init_torchvision, "torch": _init_torch}
+"""How the weights of convolutions are drawn. The paper's published code leaves it to torch."""
 
 
 class _Residual(nn.Module):
@@ -60,7 +68,9 @@ class _Residual(nn.Module):
         return y
 
 
-def resnet9(inputs: tuple[int, ...] = (3, 32, 32), classes: int = 10, *, norm: str = "batch") -> nn.Sequential:
+def resnet9(
+    inputs: tuple[int, ...] = (3, 32, 32), classes: int = 10, *, norm: str = "batch", init: str = "torchvision"
+) -> nn.Sequential:
     """Build the ResNet-9 of the DAWNBench entries: four convolutions, two residual pairs, one maximum."""
     (channels, _, _), make_norm = _image("resnet9", inputs), _choice("norm", norm, NORMS)
 
@@ -82,7 +92,7 @@ def resnet9(inputs: tuple[int, ...] = (3, 32, 32), classes: int = 10, *, norm: s
         nn.Flatten(),
         nn.Linear(512, classes),
     )
-    _init_convolutions(model)
+    _choice("init", init, INITS)(model)
     return model
 
 
@@ -109,9 +119,11 @@ class _BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 with the parameter names and the initial weights of torchvision's."""
+    """ResNet-18 with the parameter names of torchvision's."""
 
-    def __init__(self, channels: int, classes: int, stem: tuple[int, int], norm: Norm) -> None:
+    def __init__(
+        self, channels: int, classes: int, stem: tuple[int, int], norm: Norm, init: Callable[[nn.Module], None]
+    ) -> None:
         super().__init__()
         kernel, stride = stem
         self.conv1 = nn.Conv2d(channels, 64, kernel, stride, padding=kernel // 2, bias=False)
@@ -125,7 +137,7 @@ class ResNet18(nn.Module):
             before = width
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(512, classes)
-        _init_convolutions(self)
+        init(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Give `[batch, classes]` for images `[batch, channels, height, width]`."""
@@ -147,10 +159,12 @@ def resnet18(
     *,
     stem: str = "imagenet",
     norm: str = "batch",
+    init: str = "torchvision",
 ) -> ResNet18:
     """Build ResNet-18: the paper's by default, with a 3 x 3 stem (`cifar`) or group norm if asked."""
     channels, _, _ = _image("resnet18", inputs)
-    return ResNet18(channels, classes, _choice("stem", stem, STEMS), _choice("norm", norm, NORMS))
+    choices = _choice("stem", stem, STEMS), _choice("norm", norm, NORMS), _choice("init", init, INITS)
+    return ResNet18(channels, classes, *choices)
 
 
 class LSTMTagger(nn.Module):

@@ -1,11 +1,13 @@
 """Models: sizes, names, meta device, training."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from comfetch.errors import OptionError
-from comfetch.models import MODELS, NORMS, STEMS, constructor, lstm_tagger, mlp, resnet9, resnet18, vit
+from comfetch.models import INITS, MODELS, NORMS, STEMS, constructor, lstm_tagger, mlp, resnet9, resnet18, vit
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "mlp": (1, 8, 8),
@@ -61,6 +63,16 @@ def test_resnet18_has_the_papers_size_and_torchvisions_names() -> None:
 def test_resnet18_starts_as_torchvisions_with_variance_two_over_fan_out() -> None:
     weight = resnet18().get_parameter("layer4.1.conv2.weight")
     assert weight.var().item() == pytest.approx(2 / (512 * 9), rel=0.02)
+
+
+@pytest.mark.parametrize("build", [resnet9, resnet18])
+def test_resnets_start_as_torch_draws_convolutions_where_asked(build: Callable[..., nn.Module]) -> None:
+    assert set(INITS) == {"torchvision", "torch"}
+    convolutions = [layer for layer in build(init="torch").modules() if isinstance(layer, nn.Conv2d)]
+    for layer in convolutions[-4:]:
+        fan_in = layer.weight[0].numel()
+        assert layer.weight.var().item() == pytest.approx(1 / (3 * fan_in), rel=0.05)
+        assert layer.weight.abs().max().item() <= fan_in**-0.5
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -128,7 +140,8 @@ def test_vit_knows_where_a_patch_stands() -> None:
         ("resnet", (3, 32, 32), {}, "model 'resnet' is unknown. Choose one of mlp, resnet9, resnet18"),
         ("resnet18", (3, 32, 32), {"stem": "big"}, "stem 'big' is unknown. Choose one of imagenet, cifar."),
         ("resnet9", (3, 32, 32), {"norm": "none"}, "norm 'none' is unknown. Choose one of batch, group."),
-        ("resnet9", (3, 32, 32), {"width": 3}, "has no option 'width'. Its options are norm."),
+        ("resnet9", (3, 32, 32), {"init": "he"}, "init 'he' is unknown. Choose one of torchvision, torch."),
+        ("resnet9", (3, 32, 32), {"width": 3}, "has no option 'width'. Its options are norm, init."),
         ("resnet9", (900,), {}, r"reads images, .* inputs are \(900,\). Choose one of mlp, resnet18"),
         ("lstm-tagger", (3, 32, 32), {}, r"reads words, \(vocabulary,\); the task's inputs are \(3, 32, 32\)"),
         ("vit", (3, 28, 28), {}, "patch=8 does not divide images of 28 x 28"),

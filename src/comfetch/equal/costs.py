@@ -57,7 +57,7 @@ class Meter:
 
     def federation(self, experiment: Experiment) -> Federation:
         """Divide the experiment's task as its run does."""
-        which = ("task", "limit", "seed", "validation", "model", "stem", "norm")
+        which = ("task", "limit", "seed", "validation", "model", "stem", "norm", "init")
         wanted = tuple(getattr(experiment, name) for name in which)
         if wanted not in self._tasks:
             self._tasks = {wanted: experiment.load(self.data_dir)}  # one at a time: a dataset may be large
