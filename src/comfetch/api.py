@@ -13,7 +13,8 @@ from comfetch.errors import ModelError, OptionError
 from comfetch.footprint import check_optimiser, count, format_bytes, meta_model
 from comfetch.layers import SketchedLayer, meta_copy
 from comfetch.plan import Plan
-from comfetch.policy import Length, Settings, make_plan
+from comfetch.policy import make_plan
+from comfetch.settings import Length, Settings
 
 DEFAULT_COMPRESSION = 4
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from comfetch.errors import OptionError
 from comfetch.plan import MODES, Plan, WeightPlan
-from comfetch.policy import Settings, check_compression
+from comfetch.settings import Settings, check_compression
 
 
 def check_capacities(capacities: Sequence[float], settings: Settings) -> tuple[float, ...]:

@@ -25,8 +25,8 @@ from comfetch.methods.comfetch import SPACES, UPLOADS
 from comfetch.methods.local import OPTIMISERS
 from comfetch.models import INITS, MODELS, NORMS, STEMS, constructor
 from comfetch.plan import MODES
-from comfetch.policy import POLICIES
 from comfetch.privacy import PLACES, Privacy
+from comfetch.settings import POLICIES
 from comfetch.simulation import EVALUATIONS, Engine, History, simulate
 from comfetch.sketching import SCALES
 from comfetch.transforms import SECOND_MOMENTS, Transform, adaptive, chain, error_feedback, momentum, scale, top_k

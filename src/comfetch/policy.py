@@ -10,68 +10,16 @@ from typing import Any
 
 from torch import nn
 
-from comfetch import hashing, sketching
+from comfetch import hashing
 from comfetch.errors import ModelError, OptionError
 from comfetch.layers import REGISTRY, Recipe
-from comfetch.plan import MODES, Geometry, Plan, WeightPlan
+from comfetch.plan import Geometry, Plan, WeightPlan
+from comfetch.settings import Settings, is_count
 
-POLICIES = ("default", "all", "paper")
 SMALLEST = 8192
 """Weights below which the default policy leaves a layer full: sketching it would save next to nothing."""
 
-Length = int | Mapping[str, int | tuple[int, int]]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user asks of a sketch. Exactly one of compression and length is given."""
-
-    compression: float | None = None
-    length: Length | None = None
-    key: int = 0
-    mode: str = "output"
-    rows: int = 1
-    blocks: int | str = "auto"
-    hash: str = "balanced"
-    scale: str = "mean"
-    policy: str = "default"
-    spread: float = 0.0
-    only: str | Iterable[str] | None = None
-    skip: str | Iterable[str] | None = None
-
-    def check(self) -> None:
-        """Raise if a setting cannot be meant."""
-        hashing.check_key(self.key)
-        sketching.check_scale(self.scale)
-        for name, value, known in (
-            ("mode", self.mode, MODES), ("hash", self.hash, hashing.KINDS), ("policy", self.policy, POLICIES),
-        ):  # fmt: skip
-            if value not in known:
-                raise OptionError(f"{name}={value!r} is not known. Choose one of: {', '.join(known)}.")
-        if not _is_count(self.rows):
-            raise OptionError(f"rows={self.rows!r} is not a whole number of at least 1.")
-        if self.blocks != "auto" and not _is_count(self.blocks):
-            raise OptionError(f"blocks={self.blocks!r} is neither 'auto' nor a whole number of at least 1.")
-        if self.compression is not None:
-            check_compression(self.compression)
-        if self.length is not None and not isinstance(self.length, Mapping) and not _is_count(self.length):
-            raise OptionError(
-                f"length={self.length!r} is not a whole number of at least 1, nor a mapping from layer name to one."
-            )
-        if isinstance(self.spread, bool) or not isinstance(self.spread, int | float) or not 0 <= self.spread <= 1:
-            raise OptionError(
-                f"spread={self.spread!r} is not between 0, where all layers shrink alike, and 1, where all become "
-                "equally large."
-            )
-
-
-def check_compression(compression: float) -> None:
-    """Raise if a compression is not a factor of at least 1."""
-    if isinstance(compression, bool) or not isinstance(compression, int | float) or not math.isfinite(compression):
-        raise OptionError(f"compression={compression!r} is not a number.")
-    if compression < 1:
-        raise OptionError(f"compression={compression:g} is below 1. It is a factor: 4 means four times smaller.")
 
 
 @dataclass
@@ -358,7 +306,7 @@ def _lengths(names: list[str], geometry: Geometry, settings: Settings) -> tuple[
             raise OptionError("length says nothing about it. Name it there, too, or leave it out of only.")
         wanted = given[0] if isinstance(given[0], tuple) else (given[0], given[0])
         for size, length, side, yes in zip(sizes, wanted, ("outputs", "inputs"), sketched, strict=True):
-            if yes and not (_is_count(length) and length <= size):
+            if yes and not (is_count(length) and length <= size):
                 raise OptionError(f"length {length!r} is not between 1 and {size}, the number of its {side}.")
     return (wanted[0] if sketched[0] else sizes[0], wanted[1] if sketched[1] else sizes[1])
 
@@ -399,7 +347,3 @@ def _patterns(names: str | Iterable[str] | None) -> list[str]:
 
 def _matches(name: str, patterns: list[str]) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -9,7 +9,7 @@ from torch import nn
 import comfetch as cf
 from comfetch.api import parse_bytes, plan_for
 from comfetch.errors import ComfetchError, ModelError, OptionError
-from comfetch.policy import Settings
+from comfetch.settings import Settings
 from tests.oracle import quiet_sketch
 
 

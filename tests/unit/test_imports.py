@@ -11,8 +11,8 @@ import comfetch
 
 ROOT = Path(comfetch.__file__).parent
 ORDER = [
-    "errors", "hashing", "medians", "sketching", "plan", "layers", "blueprint", "policy", "convert", "footprint",
-    "groups", "files", "api",
+    "errors", "hashing", "medians", "sketching", "plan", "settings", "layers", "blueprint", "policy", "convert",
+    "footprint", "groups", "files", "api",
 ]  # fmt: skip
 """The core: each may import those before it only. `errors → hashing → … → api`; blueprint needs no layers."""
 FEDERATED = ["transforms", "capacity", "widths", "methods", "wire", "privacy", "driver"]

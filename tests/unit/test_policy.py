@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import comfetch as cf
 from comfetch.errors import ComfetchError, ModelError, OptionError
 from comfetch.layers import REGISTRY
-from comfetch.policy import POLICIES, SMALLEST, Settings, make_plan, shorten, spread_factors
+from comfetch.policy import SMALLEST, make_plan, shorten, spread_factors
+from comfetch.settings import POLICIES, Settings
 
 
 class Block(nn.Module):

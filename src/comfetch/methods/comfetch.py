@@ -19,7 +19,7 @@ from comfetch.methods.averaging import Averaging
 from comfetch.methods.base import Build, Client, LocalData, Message, Server, State, Trained, Upload, start_server
 from comfetch.methods.local import Local, one_gradient, train_locally
 from comfetch.plan import Plan
-from comfetch.policy import Settings, check_compression
+from comfetch.settings import Settings, check_compression
 from comfetch.transforms import Transform, chain, error_feedback
 
 UPLOADS = ("weights", "gradient")

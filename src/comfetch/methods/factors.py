@@ -19,7 +19,8 @@ from comfetch.layers import REGISTRY, Recipe, meta_copy
 from comfetch.layers.attention import SketchedAttention
 from comfetch.layers.conv import CONVOLVE
 from comfetch.layers.parents import OFF
-from comfetch.policy import Settings, make_plan
+from comfetch.policy import make_plan
+from comfetch.settings import Settings
 
 State = dict[str, Tensor]
 IN, OUT, BASE = "_in", "_out", "_base"

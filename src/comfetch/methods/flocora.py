@@ -28,7 +28,7 @@ from comfetch.methods.base import (
 from comfetch.methods.factors import BASE, IN, OUT, Factoring, Factorings, build_factored, flat, plan_factors
 from comfetch.methods.local import Local, train_locally
 from comfetch.methods.once import has_it, keep, note_holders, part
-from comfetch.policy import Settings
+from comfetch.settings import Settings
 from comfetch.transforms import Transform, chain
 
 FROZEN, ADAPTER, SCALE, LEAST = "base/", "adapter/", "/scale", "/least"

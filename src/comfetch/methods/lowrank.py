@@ -15,7 +15,7 @@ from comfetch.methods.base import Build, Client, LocalData, Message, Server, Sta
 from comfetch.methods.factors import IN, OUT, Factored, Factoring, Factorings, build_factored, flat, plan_factors
 from comfetch.methods.local import Local, train_locally
 from comfetch.methods.submodel import check_classes, class_of
-from comfetch.policy import Settings, check_compression
+from comfetch.settings import Settings, check_compression
 from comfetch.transforms import Transform, chain
 
 

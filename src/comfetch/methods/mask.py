@@ -17,7 +17,8 @@ from comfetch.methods.base import Build, Client, LocalData, Message, Server, Sta
 from comfetch.methods.factors import call_with, copy_options, rebuild
 from comfetch.methods.local import Local, train_locally
 from comfetch.methods.once import has_it, keep, note_holders, part
-from comfetch.policy import Settings, check_compression, make_plan
+from comfetch.policy import make_plan
+from comfetch.settings import Settings, check_compression
 from comfetch.transforms import Transform, chain
 
 KINDS = ("random", "l1")

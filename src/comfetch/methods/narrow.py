@@ -9,7 +9,7 @@ from comfetch.blueprint import blueprint
 from comfetch.errors import OptionError
 from comfetch.methods.base import Build, Client, Message, Server, State, start_server
 from comfetch.methods.fedavg import FedAvg
-from comfetch.policy import check_compression
+from comfetch.settings import check_compression
 from comfetch.widths import Narrowed, cut, first_channels, narrow_to, plan_widths
 
 

@@ -14,7 +14,7 @@ from comfetch.methods.averaging import Averaging, step_from
 from comfetch.methods.base import Build, Client, LocalData, Message, Server, State, Trained, Upload, start_server
 from comfetch.methods.local import Local, train_locally
 from comfetch.methods.once import part
-from comfetch.policy import check_compression
+from comfetch.settings import check_compression
 from comfetch.transforms import Transform, chain
 from comfetch.widths import Index, Widths, add_at, cut, plan_widths, shrink_empty
 from comfetch.widths.axes import WEIGHTED
