@@ -133,7 +133,7 @@ def _partitions(groups: Sequence[Group]) -> str:
 
 def _describe_partition(run: Run) -> str:
     kind = run.options.get("partition", "?")
-    alpha = f", alpha {run.options.get('alpha')}" if "dirichlet" in (kind or "") else ""
+    alpha = f", alpha {run.options.get('alpha')}" if kind.startswith("dirichlet") else ""
     return f"Examples of each label at each client: {kind}{alpha}, seed {run.options.get('seed', '?')}"
 
 

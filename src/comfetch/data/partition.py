@@ -50,7 +50,7 @@ class _Wish:
         few = "without examples" if least == 1 else f"with less than {least} examples"
         return DataError(
             f"alpha={self.alpha} left one of {self.clients} clients {few} in {TRIES} draws. Take a larger alpha, fewer "
-            "clients, or local sets of equal size."
+            "clients, or local sets of equal size (dirichlet without unequal)."
         )
 
 
