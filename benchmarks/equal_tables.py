@@ -21,8 +21,9 @@ from comfetch.report import Group, Run, read_run
 
 RESULTS = Path(__file__).parent / "results"
 KINDS = ("bytes", "memory")
-FOLDERS = (*KINDS, "bytes-32")
-"""Comparisons: what was equal, and at which compression of ours, if it is not 10; `equal-…` holds the runs."""
+FOLDERS = (*KINDS, "bytes-4", "bytes-32", "bytes-all", "bytes-rates")
+"""Comparisons: what was equal, and what was not as in the first ones: our compression (10), the images (3,000), the
+rate. `equal-…` holds the runs."""
 PRESETS = {
     "comfetch": "comfetch, default", "comfetch-int8": "comfetch, default, int8", "comfetch-paper": "comfetch, paper",
     "narrow-int8": "narrow, int8", "heterofl-int8": "heterofl, int8",
