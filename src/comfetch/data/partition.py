@@ -155,8 +155,8 @@ def _capped(wish: _Wish) -> list[Any]:
     """Divide each label in turn by Dirichlet(alpha) among the clients that have less than a fair part so far.
 
     The last labels are left to few clients, so these sets are less alike than those of `dirichlet`. This is the
-    division of NIID-Bench (Li et al. 2022) and of the Comfetch paper's published code, drawn as there from numpy's
-    legacy generator: the same seed gives the same sets.
+    division of the Comfetch paper's published code, drawn as there from numpy's legacy generator: the same seed gives
+    the same sets.
     """
     wish.check_alpha()
     legacy, labels = np.random.RandomState(wish.seed % 2**32), np.unique(wish.labels)
