@@ -12,9 +12,10 @@ RESULTS = Path(__file__).parent / "results"
 LOGS: dict[str, tuple[float | None, float | None]] = {
     "paper/iid-kept-100": (65.4, 73.4), "paper/iid-kept-50": (63.4, 71.5), "paper/iid-kept-25": (60.7, 68.9),
     "paper/iid-kept-10": (54.1, 61.5), "paper/dirichlet-kept-25": (52.0, 63.0),
-    "paper/dirichlet-kept-10": (46.4, 54.9), "paper/dirichlet-capped-kept-10": (46.4, 54.9),
-    "paper/dirichlet-equal-kept-10": (None, None),
+    "paper/dirichlet-kept-10": (46.4, 54.9), "paper/dirichlet-capped-kept-25": (52.0, 63.0),
+    "paper/dirichlet-capped-kept-10": (46.4, 54.9), "paper/dirichlet-equal-kept-10": (None, None),
     "masks/random-kept-25": (63.8, 71.0), "masks/random-kept-10": (61.5, 67.5), "masks/l1-kept-10": (59.2, 65.4),
+    "masks/random-kept-25-torch": (63.8, 71.0), "masks/random-kept-10-torch": (61.5, 67.5),
     "masks/l1-kept-10-torch": (59.2, 65.4),
 }  # fmt: skip
 """Run -> best accuracy so far at rounds 10 and 20 in the authors' logs (10 clients; mean of 3 seeds)."""
