@@ -17,7 +17,7 @@ from comfetch.plan import format_table
 
 TERMS = (
     "task", "model", "stem", "norm", "init", "limit", "clients", "fraction", "rounds", "partition", "alpha", "unequal",
-    "evaluation", "validation", "local_epochs", "local_steps", "batch_size",
+    "evaluation", "statistics", "validation", "local_epochs", "local_steps", "batch_size",
 )  # fmt: skip
 """Options that all experiments must share to be compared on equal terms."""
 TOO_LARGE = "too large"

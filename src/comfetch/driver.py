@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from comfetch import hashing
+from comfetch.batchnorm import take_statistics
 from comfetch.errors import OptionError, RunError, UploadError
-from comfetch.methods.averaging import Averaging
+from comfetch.methods.averaging import ANEW, Averaging
 from comfetch.methods.base import (
     Client,
     LocalData,
@@ -79,6 +80,11 @@ def check_channel(method: Method, channel: Channel) -> None:
             "clipping and noise do not cover it. Use comfetch or fedavg."
         )
     averaging: Averaging = method.averaging  # type: ignore[attr-defined]
+    if averaging.statistics == ANEW:
+        raise OptionError(
+            f"privacy={channel.privacy.where!r}: statistics={ANEW!r} would take them from examples without noise. "
+            "Leave it out."
+        )
     classes = len(getattr(method, "capacities", None) or [None])
     check_privacy(channel.privacy, averaging.weighting, averaging.rule, classes)
 
@@ -104,9 +110,10 @@ def sample(key: int, round: int, clients: Iterable[Client], fraction: float) -> 
 
 
 def settle(method: Method, channel: Channel, model: nn.Module, data: Sequence[LocalData]) -> nn.Module:
-    """Let a method make a model ready for a test by data of clients; what is private has no say in it."""
-    if channel.privacy.where == "none" and hasattr(method, "settle"):
-        method.settle(model, data)
+    """Make a model ready for a test: running statistics anew, where asked; what is private has no say in them."""
+    asked = getattr(method, "averaging", Averaging()).statistics
+    if channel.privacy.where == "none" and (asked == ANEW or (asked is None and getattr(method, "rolls", False))):
+        take_statistics(model, data)
     return model
 
 

@@ -20,7 +20,7 @@ from comfetch.errors import ModelError, OptionError
 from comfetch.federation import Federation
 from comfetch.footprint import meta_model
 from comfetch.methods import METHODS, Local, Method, Server
-from comfetch.methods.averaging import RULES, WEIGHTINGS, Averaging
+from comfetch.methods.averaging import RULES, STATISTICS, WEIGHTINGS, Averaging
 from comfetch.methods.comfetch import SPACES, UPLOADS
 from comfetch.methods.local import OPTIMISERS
 from comfetch.models import INITS, MODELS, NORMS, STEMS, constructor
@@ -44,10 +44,16 @@ where clients send gradients, or the server has an optimiser, it is left to the 
 own has none."""
 HEEDED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("server_momentum", "server_optimiser", "factor_masking", "top_k"), ("server",)),
-    "server_lr": ("server", "rate"), "uploads": ("uploads",),
+    **dict.fromkeys(("mode", "rows", "blocks", "hash", "scale", "spread"), ("sketch",)), "policy": ("sketch", "policy"),
+    **{name: (name,) for name in ("uploads", "redraw", "space", "capacities")}, "server_lr": ("server", "rate"),
 }  # fmt: skip
 """Options that are refused where a method would not heed them, with the fields of a method of which it needs one."""
-
+NEEDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "alpha": ("partition", ("dirichlet", "dirichlet-capped")), "unequal": ("partition", ("dirichlet",)),
+    "trim": ("aggregation", ("trimmed-mean",)), "top_k_per": ("top_k", ()), "factor_masking": ("server_momentum", ()),
+    **dict.fromkeys(("privacy_clip", "privacy_noise", "privacy_delta"), ("privacy", PLACES[1:])),
+}  # fmt: skip
+"""Options that are refused without another one, with the values that it needs: any but 0 and none, if not said."""
 
 LARGEST = 1e30
 """Floating point options beyond it are no choice: weights have 32 bits."""
@@ -101,6 +107,10 @@ class Experiment:
     alpha: float = _option(1.0, FEDERATION, "Concentration of the Dirichlet partition: small means skewed.")
     unequal: bool = _option(False, FEDERATION, "Dirichlet partition with local sets of unequal size.")
     weighting: str = _option("examples", FEDERATION, "Weight of a client in the average.", WEIGHTINGS)
+    statistics: str | None = _option(
+        None, FEDERATION, "Running statistics of batch norm in tests: averaged, or taken anew from clients' examples.",
+        STATISTICS,
+    )  # fmt: skip
     evaluation: str = _option("server", FEDERATION, "Where models are tested.", EVALUATIONS)
     validation: float | None = _option(
         None, FEDERATION, "Part of the training examples to hold out and test on; the test set is then not touched."
@@ -154,14 +164,18 @@ class Experiment:
         if not 0 <= options.get("seed", 0) < 2**63:
             raise OptionError(f"seed={options['seed']} is not a whole number from 0 to 2^63 - 1.")
         method = options.get("method", known["method"].default)
-        _check_heeded(method, {n: options[n] for n in HEEDED if n in options and options[n] != known[n].default})
         preset = dict(PRESETS[options.get("preset", "default")])
         adaptive_server = options.get("server_optimiser", "none") != "none"
         if adaptive_server or options.get("uploads") == "gradient" or not _heeds(method, "server_momentum"):
             preset.pop("server_momentum", None)
         if options.get("capacities") is not None:  # the largest classes would exceed the smallest layers
             preset.pop("spread", None)
-        return cls(**{**preset, **options})
+        usual = {name: (known[name].default, preset.get(name, known[name].default)) for name in options}
+        chosen = {name: value for name, value in options.items() if value not in usual[name]}
+        _check_heeded(method, {name: chosen[name] for name in HEEDED if name in chosen})
+        made = cls(**{**preset, **options})
+        _check_needs(made, chosen)
+        return made
 
     def options(self) -> dict[str, Any]:
         """Return all options, as `run.toml` keeps them."""
@@ -210,7 +224,7 @@ class Experiment:
         given = {
             "compression": self.compression, "key": self.key, "local": self.local(), "server": self.server(),
             "uploads": self.uploads, "space": self.space, "redraw": self.redraw, "sketch": self.sketch(),
-            "averaging": Averaging(self.weighting, self.aggregation, self.trim), "policy": self.policy,
+            "averaging": Averaging(self.weighting, self.aggregation, self.trim, self.statistics), "policy": self.policy,
             "capacities": None if self.capacities is None else parse_capacities(self.capacities),
             "rate": 1.0 if rate is None else rate,
         }  # fmt: skip
@@ -305,13 +319,28 @@ def _check_type(name: str, value: Any, wanted: Any) -> None:
 
 
 def _check_heeded(method: str, given: Mapping[str, Any]) -> None:
-    """Refuse options that a method would not heed; `given` are those in `HEEDED` that are not at their defaults."""
+    """Refuse options that a method would not heed; `given` are those in `HEEDED` that are chosen, not usual."""
     if lost := [name for name in given if not _heeds(method, name)]:
         others = [other for other in METHODS if all(_heeds(other, name) for name in lost)]
         raise OptionError(
             f"{', '.join(f'{name}={given[name]!r}' for name in lost)}: {method} would not heed this. Leave it out, or "
             f"choose a method that takes it: {', '.join(others)}."
         )
+
+
+def _check_needs(experiment: Experiment, chosen: Mapping[str, Any]) -> None:
+    """Refuse options that change nothing without another one; `chosen` are those that are not at their defaults."""
+    problems = []
+    for name in chosen.keys() & NEEDS.keys():
+        other, values = NEEDS[name]
+        found = getattr(experiment, other)
+        if found not in values if values else not found:
+            remedy = f"set {other}{' to ' if values else ''}{' or '.join(values)}"
+            problems.append(
+                f"{name}={chosen[name]!r} changes nothing with {other}={found!r}: {remedy}, or leave it out."
+            )
+    if problems:
+        raise OptionError("\n".join(sorted(problems)))
 
 
 def _heeds(method: str, option: str) -> bool:

@@ -1,4 +1,4 @@
-"""Running statistics of sub-models whose channels change: taken anew from clients' data before a test."""
+"""Running statistics: taken anew from clients' data before a test, for sub-models whose channels change or if asked."""
 
 import copy
 
@@ -7,11 +7,14 @@ import pytest
 import torch
 from torch import nn
 
+from comfetch.batchnorm import take_statistics
 from comfetch.data import Examples, Task
-from comfetch.driver import Channel, settle
+from comfetch.driver import Channel, check_channel, settle
+from comfetch.errors import OptionError
+from comfetch.experiment import Experiment
 from comfetch.federation import make_federation
-from comfetch.methods import Client, Local
-from comfetch.methods.fedrolex import FederatedDropout, FedRolex, take_statistics
+from comfetch.methods import Averaging, Client, Comfetch, FedAvg, Local
+from comfetch.methods.fedrolex import FederatedDropout, FedRolex
 from comfetch.methods.heterofl import HeteroFL
 from comfetch.privacy import Privacy
 from tests.integration.regression import Regression
@@ -72,6 +75,29 @@ def test_what_is_private_has_no_say_in_statistics():
     assert not torch.equal(model[1].running_mean, before["1.running_mean"])
 
 
+def test_who_runs_it_decides_whether_statistics_are_averaged_or_taken_anew():
+    model, data = net(), [halves(0)]
+    before = copy.deepcopy(model.state_dict())
+    settle(FedRolex(4, averaging=Averaging(statistics="averaged")), Channel(), model, data)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    settle(FedAvg(averaging=Averaging(statistics="anew")), Channel(), model, data)
+    assert not torch.equal(model[1].running_mean, before["1.running_mean"])
+
+
+def test_statistics_taken_anew_are_refused_where_examples_are_private():
+    options = {"statistics": "anew", "privacy": "central", "weighting": "uniform"}
+    asked = Experiment.of(options)
+    with pytest.raises(OptionError, match="^privacy='central': statistics='anew' would take them.*Leave it out"):
+        check_channel(asked.make_method(), asked.channel())
+    del options["statistics"]
+    check_channel(Experiment.of(options).make_method(), asked.channel())
+
+
+def test_unknown_statistics_are_refused():
+    with pytest.raises(OptionError, match="statistics='best' is not known. Choose one of: averaged, anew"):
+        Averaging(statistics="best")
+
+
 def blobs(count: int, seed: int) -> Examples:
     draw = torch.Generator().manual_seed(seed)
     targets = torch.arange(count) % 4
@@ -83,6 +109,24 @@ def wide() -> nn.Sequential:
         nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(),
         nn.Linear(64, 4),
     )  # fmt: skip
+
+
+def test_statistics_taken_anew_change_what_is_tested_and_no_training():
+    task, found = Task("blobs", wide, blobs(240, 0), blobs(200, 1), (8,), 4), {}
+    for statistics in ("averaged", "anew"):
+        local, averaging = Local("adam", lr=0.03, batch_size=20), Averaging(statistics=statistics)
+        federation = make_federation(
+            Comfetch(4, local=local, averaging=averaging, sketch={"policy": "all"}), task, clients=3
+        )
+        server, _ = federation.round(federation.start())
+        found[statistics] = server.weights, federation.evaluate(server), federation.final_models(server)
+    (weights, averaged, stale), (same, anew, models) = found["averaged"], found["anew"]
+    assert all(torch.equal(tensor, same[name]) for name, tensor in weights.items())
+    assert anew["test_loss"] != averaged["test_loss"]
+    for old, model in zip(stale, models, strict=True):
+        take_statistics(old, federation.data)
+        assert torch.equal(old[1].running_mean, model[1].running_mean)
+        assert federation.test(model, task.test) == pytest.approx((anew["test_loss"], anew["accuracy"]))
 
 
 @pytest.mark.parametrize("make", [FedRolex, FederatedDropout])

@@ -18,6 +18,8 @@ from comfetch.transforms import Transform
 
 WEIGHTINGS = ("examples", "uniform")
 RULES = ("mean", "median", "trimmed-mean")
+ANEW = "anew"
+STATISTICS = ("averaged", ANEW)
 LARGE = 1 << 15
 """Elements of a tensor from which work on it, not the call, takes the time; robust rules sort so many at once."""
 
@@ -31,15 +33,20 @@ class Averaging:
         rule: "mean", or coordinate-wise "median" or "trimmed-mean" over the clients. Those two count every client once:
             an example count is what a hostile client says of itself.
         trim: fraction of clients that the trimmed mean cuts at each end of every coordinate.
+        statistics: batch norm's running statistics in a test: "averaged" like all else, or taken "anew" from examples
+            of the clients (`comfetch.batchnorm`). None leaves it to the method: averaged, unless its channels roll.
     """
 
     weighting: str = "examples"
     rule: str = "mean"
     trim: float = 0.1
+    statistics: str | None = None
 
     def __post_init__(self) -> None:
-        for option, value, known in (("weighting", self.weighting, WEIGHTINGS), ("rule", self.rule, RULES)):
-            if value not in known:
+        choices = {"weighting": WEIGHTINGS, "rule": RULES, "statistics": STATISTICS}
+        for option, known in choices.items():
+            value = getattr(self, option)
+            if value not in known and (option, value) != ("statistics", None):
                 raise OptionError(f"{option}={value!r} is not known. Choose one of: {', '.join(known)}.")
         if not (isinstance(self.trim, int | float) and 0 <= self.trim < 0.5):
             raise OptionError(f"trim={self.trim!r} is not in [0, 0.5). It is the part of clients cut at each end.")

@@ -131,10 +131,10 @@ class Method(Protocol):
     """A federated algorithm. Clients of one `audience` receive the same download and hold models of one structure.
 
     A method whose `step` uses uploads only through their `averaging`, within each capacity, may say `pools = True`:
-    then they are averaged as they come, and none is kept. Three more functions are optional. `load(model, received,
-    memory)` puts a download into a client's model, where it is not simply the model's state. `check(upload, sent)`
-    raises UploadError for what `expected` cannot say, such as an index that is out of range. `settle(model, data)`
-    makes a model ready for a test by the training data of some clients.
+    then they are averaged as they come, and none is kept. One whose clients hold other channels in each round says
+    `rolls = True`. Two more functions are optional. `load(model, received, memory)` puts a download into a client's
+    model, where it is not simply the model's state. `check(upload, sent)` raises UploadError for what `expected` cannot
+    say, such as an index that is out of range.
     """
 
     name: str

@@ -1,20 +1,15 @@
 """Sub-models whose channels change: FedRolex (Alam et al. 2022), federated dropout (Caldas et al. 2018)."""
 
-import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 
 from comfetch import hashing
-from comfetch.methods.base import Client, LocalData, Server
+from comfetch.methods.base import Client, Server
 from comfetch.methods.submodel import SubModel
-
-EXAMPLES, BATCH = 1000, 50
-"""How many training examples the statistics of a model are taken from, and in batches of how many."""
 
 
 @dataclass
@@ -22,16 +17,12 @@ class Rolling(SubModel):
     """Train sub-models whose channels change from round to round.
 
     Running statistics that other sub-models have left behind do not fit the next one, nor the full model. So they are
-    taken anew before a test, from examples of the clients (the static batch norm of HeteroFL and FedRolex, where it is
-    done once, after training). What clients would answer for it is not counted as traffic.
+    taken anew before a test unless the averaging says otherwise, from examples of the clients (the static batch norm of
+    HeteroFL and FedRolex, where it is done once, after training).
     """
 
     rolls: ClassVar[bool] = True
     holds: ClassVar[str] = "narrow sub-model"
-
-    def settle(self, model: nn.Module, data: Sequence[LocalData]) -> None:
-        """Set running statistics to those of about a thousand training examples, as many of each client."""
-        take_statistics(model, data)
 
 
 @dataclass
@@ -80,25 +71,3 @@ class FederatedDropout(Rolling):
         key = hashing.fold(self.key, "channels", round, client.id, channels)
         rank = hashing.draw([key], channels, channels).index[0]
         return torch.from_numpy((rank < width).nonzero()[0])
-
-
-@torch.no_grad()
-def take_statistics(model: nn.Module, data: Sequence[LocalData]) -> None:
-    """Set batch norm's statistics to the mean over batches, the first of each client's; nothing else is changed."""
-    norms = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats]
-    if not norms:
-        return
-    momenta = [norm.momentum for norm in norms]
-    model.eval()  # no dropout
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # the mean of all batches
-        norm.train()
-    for own in data:
-        batches = own.batches(BATCH, torch.Generator().manual_seed(0))
-        for inputs, _ in itertools.islice(batches, max(1, EXAMPLES // (BATCH * len(data)))):
-            if len(inputs) > 1:  # one example has no variance
-                model(inputs)
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
-        norm.eval()
