@@ -28,6 +28,10 @@ PRESETS = {
 """Row of the first table -> its run."""
 AT = (10, 20)
 """Rounds at which runs are compared."""
+STATISTICS = {"averaged": "default/compression-10", "anew": "default/compression-10-anew"}
+"""Where running statistics come from -> a run that differs in nothing else."""
+EARLY = (1, 2, 3, 5, 7, 10)
+"""Rounds at which these are compared."""
 
 
 def best_so_far(rounds: Sequence[dict[str, Any]], until: int) -> float | None:
@@ -85,9 +89,19 @@ def presets() -> str:
     return markdown(["run", *(f"round {until}" for until in AT), "download", "upload", "client memory"], rows)
 
 
+def statistics() -> str:
+    """Show what running statistics taken anew are worth: accuracy after single rounds."""
+    rows = []
+    for name, folder in STATISTICS.items():
+        if len(rounds := read_rounds(RESULTS / folder)) >= EARLY[-1]:
+            rows.append([name, *(told(100 * rounds[until - 1]["accuracy"]) for until in EARLY)])
+    return markdown(["running statistics", *(f"round {until}" for until in EARLY)], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "paper_logs": lambda: logs("paper/"),
     "mask_logs": lambda: logs("masks/"),
     "default_ablation": ablation,
     "default_presets": presets,
+    "statistics": statistics,
 }

@@ -166,7 +166,7 @@ class Experiment:
         method = options.get("method", known["method"].default)
         preset = dict(PRESETS[options.get("preset", "default")])
         adaptive_server = options.get("server_optimiser", "none") != "none"
-        if adaptive_server or options.get("uploads") == "gradient" or not _heeds(method, "server_momentum"):
+        if adaptive_server or options.get("uploads") == "gradient" or not heeds(method, "server_momentum"):
             preset.pop("server_momentum", None)
         if options.get("capacities") is not None:  # the largest classes would exceed the smallest layers
             preset.pop("spread", None)
@@ -320,8 +320,8 @@ def _check_type(name: str, value: Any, wanted: Any) -> None:
 
 def _check_heeded(method: str, given: Mapping[str, Any]) -> None:
     """Refuse options that a method would not heed; `given` are those in `HEEDED` that are chosen, not usual."""
-    if lost := [name for name in given if not _heeds(method, name)]:
-        others = [other for other in METHODS if all(_heeds(other, name) for name in lost)]
+    if lost := [name for name in given if not heeds(method, name)]:
+        others = [other for other in METHODS if all(heeds(other, name) for name in lost)]
         raise OptionError(
             f"{', '.join(f'{name}={given[name]!r}' for name in lost)}: {method} would not heed this. Leave it out, or "
             f"choose a method that takes it: {', '.join(others)}."
@@ -343,7 +343,10 @@ def _check_needs(experiment: Experiment, chosen: Mapping[str, Any]) -> None:
         raise OptionError("\n".join(sorted(problems)))
 
 
-def _heeds(method: str, option: str) -> bool:
+def heeds(method: str, option: str) -> bool:
+    """Tell whether a method heeds an option of `HEEDED`; all others are heeded by all methods."""
+    if method not in METHODS or option not in HEEDED:
+        return True
     return bool({f.name for f in dataclasses.fields(METHODS[method])}.intersection(HEEDED[option]))
 
 

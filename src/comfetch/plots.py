@@ -9,6 +9,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
@@ -31,6 +32,8 @@ INK = "#3a3f47"
 COLOURS = ("#4c8fd6", "#e0803c", "#35a777", "#cf5f92", "#9470d0", "#b3962a", "#2fa9b5", "#8c8f96")
 """Chosen to be seen on white and on black."""
 MARKERS = ("o", "s", "^", "D", "v")
+NAME = 50
+"""Letters of a name that fit beside a bar."""
 KINDS = {
     "weights": "#2c6aa8",
     "gradients": "#5797d1",
@@ -126,8 +129,10 @@ def footprint_bars(footprints: Mapping[str, Mapping[str, int]]) -> Figure:
             axes.barh(range(len(sizes)), sizes, left=left, color=shade, label=kind, height=0.45)
             left += sizes
         for place, (name, total) in enumerate(zip(footprints, left, strict=True)):
-            text = f"{name}: {format_bytes(total)}"
-            axes.annotate(text, (0, place - 0.26), (2, 0), textcoords="offset points", va="bottom", fontsize=10)
+            text = f"{shorten(name, NAME, placeholder='…')}: {format_bytes(total)}"
+            axes.annotate(
+                text, (0, place - 0.26), (2, 0), textcoords="offset points", va="bottom", fontsize=10
+            ).set_in_layout(False)  # long names must not squeeze the bars
         axes.set_yticks([])
         axes.set_ylim(len(footprints) - 0.6, -0.8)
         axes.grid(axis="y", visible=False)

@@ -12,7 +12,7 @@ from typing import Any
 from comfetch import records
 from comfetch.equal import format_cost
 from comfetch.errors import OptionError, RunError
-from comfetch.experiment import DRAWS, OPTIONS, PRESETS, SKETCH, is_compressed
+from comfetch.experiment import DRAWS, OPTIONS, SKETCH, Experiment, heeds, is_compressed
 from comfetch.footprint import format_bytes
 
 FIRST = ("method", "compression")
@@ -120,7 +120,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     members = [relevant(group[0].options) for group in groups.values()]
     names = list(dict.fromkeys(name for options in members for name in options if name not in FIRST))
     apart = [name for name in names if len({str(options[name]) for options in members if name in options}) > 1]
-    told = members if "preset" not in apart else [_beyond_preset(options) for options in members]
+    told = [_beyond_usual(options) for options in members]
     made = [Group(label(options, apart), group) for options, group in zip(told, groups.values(), strict=True)]
     return sorted(made, key=lambda group: (_compression(group.runs[0].options), group.label))
 
@@ -230,16 +230,24 @@ def find_missed(paths: Iterable[Path]) -> list[str]:
 
 
 def relevant(options: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what two runs of a group may differ in, and what full clients do not heed."""
+    """Leave out what two runs of a group may differ in, and what the method does not heed."""
     ignored = {DRAWS} if is_compressed(options.get("method", "")) else {DRAWS, SKETCH}
-    return {n: v for n, v in options.items() if n not in OPTIONS or OPTIONS[n].metadata["group"] not in ignored}
+    return {
+        name: value
+        for name, value in options.items()
+        if name not in OPTIONS
+        or (OPTIONS[name].metadata["group"] not in ignored and heeds(options.get("method", ""), name))
+    }
 
 
-def _beyond_preset(options: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what the preset says already."""
-    defaults = {name: OPTIONS[name].default for preset in PRESETS.values() for name in preset}
-    implied = {**defaults, **PRESETS.get(options.get("preset", ""), {})}
-    return {name: value for name, value in options.items() if name not in implied or implied[name] != value}
+def _beyond_usual(options: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what a run has by default: by its method and its preset."""
+    given = {name: value for name, value in options.items() if name in {"method", "preset"}}
+    try:
+        usual = {**Experiment.of(given).options(), "method": None, "compression": None, "preset": "default"}
+    except OptionError:  # of another version
+        return options
+    return {name: value for name, value in options.items() if usual.get(name) != value}
 
 
 def _compression(options: dict[str, Any]) -> float:

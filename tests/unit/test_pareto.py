@@ -91,7 +91,7 @@ def test_labels_are_as_short_as_they_can_be() -> None:
     ]
     assert short_labels(group_runs(runs)) == ["comfetch 4×", "narrow", "comfetch 8×"]
     runs.append(make_run("d", [0.5], compression=4.0, lr=0.1))
-    assert short_labels(group_runs(runs))[:2] == ["comfetch 4×, lr 0.001", "comfetch 4×, lr 0.1"]
+    assert short_labels(group_runs(runs))[:2] == ["comfetch 4×", "comfetch 4×, lr 0.1"]
 
 
 def test_tasks_are_not_compared_with_each_other() -> None:

@@ -46,21 +46,35 @@ def test_full_clients_do_not_heed_options_of_the_sketch() -> None:
 def test_groups_are_called_by_what_sets_them_apart() -> None:
     runs = [
         make_run("a", [0.5], method="fedavg", lr=0.1),
-        make_run("b", [0.5], compression=8.0, lr=0.1, unequal=True),
+        make_run("b", [0.5], compression=8.0, lr=0.1, partition="dirichlet", unequal=True),
         make_run("c", [0.5, 0.6], compression=8.0, lr=0.2),
     ]
     assert [group.label for group in group_runs(runs)] == [
-        "fedavg, rounds 1, no unequal, lr 0.1",
-        "comfetch 8×, rounds 1, unequal, lr 0.1",
-        "comfetch 8×, rounds 2, no unequal, lr 0.2",
+        "fedavg, rounds 1, lr 0.1",
+        "comfetch 8×, rounds 1, partition dirichlet, unequal, lr 0.1",
+        "comfetch 8×, rounds 2, lr 0.2",
     ]
     assert label({"method": "fedavg"}) == "fedavg"
 
 
-def test_what_a_preset_says_is_not_said_again() -> None:
+def test_what_is_usual_and_what_a_preset_says_is_not_said_again() -> None:
     runs = [make_run("a", [0.5]), make_run("b", [0.5], preset="paper"), make_run("c", [0.5], preset="paper", lr=0.1)]
     labels = {group.label for group in group_runs(runs)}
-    assert labels == {"comfetch 4×, preset default", "comfetch 4×, preset paper", "comfetch 4×, preset paper, lr 0.1"}
+    assert labels == {"comfetch 4×", "comfetch 4×, preset paper", "comfetch 4×, preset paper, lr 0.1"}
+
+
+def test_what_a_method_does_not_heed_sets_no_run_apart() -> None:
+    runs = [make_run("a", [0.5], method="artemis"), make_run("b", [0.5], method="fedavg")]
+    assert [group.label for group in group_runs(runs)] == ["artemis", "fedavg"]
+    runs = [make_run("a", [0.5], method="mask", spread=0.0), make_run("b", [0.5], method="mask")]
+    assert [group.label for group in group_runs(runs)] == ["mask 4×"]
+
+
+def test_runs_of_a_method_that_is_unknown_here_are_called_by_all_that_sets_them_apart() -> None:
+    runs = [make_run("a", [0.5]), make_run("b", [0.5], lr=0.1)]
+    for run in runs:
+        run.options["method"] = "of-another-version"
+    assert {group.label for group in group_runs(runs)} == {f"of-another-version 4×, lr {lr}" for lr in (0.001, 0.1)}
 
 
 def test_totals_are_over_all_rounds_and_memory_is_the_largest() -> None:
