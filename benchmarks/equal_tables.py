@@ -57,17 +57,30 @@ def settings(folder: str) -> dict[str, dict[str, Any]]:
     return {row["run"].removesuffix(f"{SEED}0"): row for row in sizes if row["run"].endswith(f"{SEED}0")}
 
 
+def gained(group: Group, usual: Group | None) -> str:
+    """Write by how much runs are better than the usual ones: each against that of its own seed.
+
+    Seeds differ more than methods do: data, its order and first weights are the same for all runs of one seed.
+    """
+    reference = {run.options["seed"]: _last(run) for run in usual.runs} if usual and usual is not group else {}
+    found = [(_last(run), reference.get(run.options["seed"])) for run in group.runs]
+    gains = [100 * (one - other) for one, other in found if other is not None]
+    return spread(gains, "{:+.1f}") if gains else "–"
+
+
 def equal_table(folder: str) -> str:
     """Show all methods that meet the budget: setting, tuned rate, accuracy over seeds, costs."""
-    sized, rows = settings(folder), []
-    for group in method_groups(folder):
+    sized, rows, groups = settings(folder), list[list[str]](), method_groups(folder)
+    usual = next((group for group in groups if group.label == PRESETS["comfetch"]), None)
+    for group in groups:
         first = group.runs[0]
         name = first.folder.name.split(SEED)[0]
         accuracies = [[100 * measure(run) for run in group.runs] for measure in (_last, _best)]
         costs = [group.values(measure)[0] for measure in (exchange_bytes, Run.memory)]
         cells = [group.label, sized[name]["setting"], f"{first.options['lr']:g}", str(len(group.runs))]
-        rows.append([*cells, *map(spread, accuracies), *map(format_bytes, costs)])
-    return markdown(["method", "setting", "rate", "seeds", "last", "best", "bytes a round", "client memory"], rows)
+        rows.append([*cells, *map(spread, accuracies), gained(group, usual), *map(format_bytes, costs)])
+    head = ["method", "setting", "rate", "seeds", "last", "best", "against our default", "bytes a round", "client memory"]
+    return markdown(head, rows)
 
 
 def equal_words(folder: str) -> str:

@@ -70,13 +70,13 @@ def _trial(trial: dict[str, Any] | None, best: bool) -> str:
     return f"**{told}**" if best else told
 
 
-def spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float], form: str = "{:.1f}") -> str:
     """Write mean ± standard deviation.
 
     >>> spread([80.0, 81.0, 82.0])
     '81.0 ± 1.0'
     """
-    mean = f"{statistics.fmean(values):.1f}"
+    mean = form.format(statistics.fmean(values))
     return f"{mean} ± {statistics.stdev(values):.1f}" if len(values) > 1 else mean
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.equal_tables import seed_groups
+from benchmarks.equal_tables import gained, seed_groups
 from benchmarks.result_tables import markdown, spread
 from comfetch.experiment import read_experiment
 from comfetch.footprint import format_bytes
@@ -19,14 +19,17 @@ DRAWN = {"seed", "key"}
 def settings_table(model: str) -> str:
     """Show the settings of one model, the best first, and what sets each apart from the default."""
     default = read_experiment(EXPERIMENTS / f"settings-{model}" / f"{DEFAULT}.toml").options()
+    groups = seed_groups(RESULTS / f"settings-{model}")
     rows = []
-    for name, group in seed_groups(RESULTS / f"settings-{model}").items():
+    for name, group in groups.items():
         apart = difference(group.runs[0].options, default) or "nothing"
         last, best = ([100 * getattr(run, which)("accuracy") for run in group.runs] for which in ("last", "best"))
         costs = [format_bytes(group.values(measure)[0]) for measure in (exchange_bytes, lambda run: run.memory())]
-        rows.append((sum(last) / len(last), [name, apart, str(len(last)), spread(last), spread(best), *costs]))
+        cells = [name, apart, str(len(last)), gained(group, groups.get(DEFAULT)), spread(last), spread(best)]
+        rows.append((sum(last) / len(last), [*cells, *costs]))
     ordered = [cells for _, cells in sorted(rows, key=lambda row: -row[0])]
-    return markdown(["run", "what differs", "seeds", "last", "best", "bytes a round", "client memory"], ordered)
+    head = ["run", "what differs", "seeds", "against the default", "last", "best", "bytes a round", "client memory"]
+    return markdown(head, ordered)
 
 
 def difference(options: dict[str, Any], default: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import settings_tables
 from comfetch.compare import plan_runs
-from comfetch.records import format_toml
+from comfetch.records import format_toml, read_rounds
 
 RUN = {"task": "digits", "rounds": 1, "clients": 2, "limit": 100, "compression": 8.0}
 
@@ -22,9 +22,18 @@ def test_settings_are_told_by_what_differs_from_the_default(tmp_path, monkeypatc
     cells = {row[0]: row[1:] for row in ([cell.strip() for cell in row.strip("|").split("|")] for row in rows)}
     told = {name: row[0] for name, row in cells.items()}
     assert told == {"default": "nothing", "blocks-2": "`blocks` 2", "narrow": "`method` narrow"}
-    assert all(row[1] == "2" and "±" in row[2] for row in cells.values())
-    means = [float(row[2].split()[0]) for row in cells.values()]
+    assert all(row[1] == "2" and "±" in row[3] for row in cells.values())
+    means = [float(row[3].split()[0]) for row in cells.values()]
     assert means == sorted(means, reverse=True)
+    accuracies = {
+        (name, seed): 100 * read_rounds(tmp_path / "settings-vit" / f"{name}-seed{seed}")[-1]["accuracy"]
+        for name in cells
+        for seed in (0, 1)
+    }
+    for name in ("blocks-2", "narrow"):
+        a, b = (accuracies[name, seed] - accuracies["default", seed] for seed in (0, 1))
+        assert cells[name][2] == f"{(a + b) / 2:+.1f} ± {abs(a - b) / 2**0.5:.1f}"
+    assert cells["default"][2] == "–"
 
 
 @pytest.mark.parametrize("model", ["resnet18", "vit"])
