@@ -79,7 +79,17 @@ def equal_table(folder: str) -> str:
         costs = [group.values(measure)[0] for measure in (exchange_bytes, Run.memory)]
         cells = [group.label, sized[name]["setting"], f"{first.options['lr']:g}", str(len(group.runs))]
         rows.append([*cells, *map(spread, accuracies), gained(group, usual), *map(format_bytes, costs)])
-    head = ["method", "setting", "rate", "seeds", "last", "best", "against our default", "bytes a round", "client memory"]
+    head = [
+        "method",
+        "setting",
+        "rate",
+        "seeds",
+        "last",
+        "best",
+        "against our default",
+        "bytes a round",
+        "client memory",
+    ]
     return markdown(head, rows)
 
 

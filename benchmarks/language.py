@@ -82,8 +82,9 @@ ROWS: dict[str, Row] = {
     **{f"fedavg-{hidden}": Row(f"FedAvg, hidden size {hidden}", "fedavg", hidden) for hidden in (32, 16, 8, 4)},
     "fetchsgd": Row("FetchSGD", "fetchsgd", options={"compression": 5.0, "method_options": "fraction = 0.5"}),
     **{
-        f"comfetch-{k}": Row(f"Comfetch, compression {k}", "comfetch", options={"compression": float(k)})
-        for k in (1, 2, 4, 8)
+        f"comfetch-{k}": Row(
+            f"Comfetch, compression {k}", "comfetch", options={"compression": float(k), "blocks": "auto"}
+        ) for k in (1, 2, 4, 8)
     },
     **{
         f"papers-{k}": Row(

@@ -42,6 +42,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Options that a preset sets; what the user gives besides goes before it. Momentum is for averages of trained weights:
 where clients send gradients, or the server has an optimiser, it is left to the user; a method with a server rule of its
 own has none."""
+FOR_SKETCHES: dict[str, dict[str, Any]] = {"default": {"blocks": "4"}, "paper": {}}
+"""Options that a preset sets besides, where the method sketches."""
 HEEDED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("server_momentum", "server_optimiser", "factor_masking", "top_k"), ("server",)),
     **dict.fromkeys(("mode", "rows", "blocks", "hash", "scale", "spread"), ("sketch",)), "policy": ("sketch", "policy"),
@@ -86,7 +88,10 @@ class Experiment:
     compression: float = _option(4.0, SKETCH, "Factor by which each sketched weight shrinks.")
     mode: str = _option("output", SKETCH, "Side of a weight that is sketched.", MODES)
     rows: int = _option(1, SKETCH, "Independent sketches of each weight.")
-    blocks: str = _option("auto", SKETCH, "Hashes of a weight, one a block of its other side: auto or a number.")
+    blocks: str = _option(
+        "auto", SKETCH, "Hashes of a weight, one a block of its other side: a number, or auto, as many "
+        "as the layer is compressed; the default preset's is 4, or auto with capacities."
+    )  # fmt: skip
     hash: str = _option("balanced", SKETCH, "Kind of hash.", hashing.KINDS)
     scale: str = _option("mean", SKETCH, "Scale of the sketch.", SCALES)
     policy: str = _option("default", SKETCH, "Which layers are sketched.", POLICIES)
@@ -164,12 +169,14 @@ class Experiment:
         if not 0 <= options.get("seed", 0) < 2**63:
             raise OptionError(f"seed={options['seed']} is not a whole number from 0 to 2^63 - 1.")
         method = options.get("method", known["method"].default)
-        preset = dict(PRESETS[options.get("preset", "default")])
+        named = options.get("preset", "default")
+        preset = {**PRESETS[named], **(FOR_SKETCHES[named] if heeds(method, "blocks") else {})}
         adaptive_server = options.get("server_optimiser", "none") != "none"
         if adaptive_server or options.get("uploads") == "gradient" or not heeds(method, "server_momentum"):
             preset.pop("server_momentum", None)
         if options.get("capacities") is not None:  # the largest classes would exceed the smallest layers
             preset.pop("spread", None)
+            preset.pop("blocks", None)
         usual = {name: (known[name].default, preset.get(name, known[name].default)) for name in options}
         chosen = {name: value for name, value in options.items() if value not in usual[name]}
         _check_heeded(method, {name: chosen[name] for name in HEEDED if name in chosen})
