@@ -21,7 +21,7 @@ LOGS: dict[str, tuple[float | None, float | None]] = {
 """Run -> best accuracy so far at rounds 10 and 20 in the authors' logs (10 clients; mean of 3 seeds)."""
 PRESETS = {
     **{f"default, compression {c}": f"default/compression-{c}" for c in (4, 10, 32)},
-    **{f"default without spread, compression {c}": f"even/compression-{c}" for c in (4, 10, 32)},
+    **{f"first default (no spread, auto blocks), compression {c}": f"even/compression-{c}" for c in (4, 10, 32)},
     "paper, compression 4": "paper/iid-kept-25", "paper, compression 10": "paper/iid-kept-10",
     "FedAvg, the default's recipe": "default/fedavg", "FedAvg, the paper's recipe": "paper/iid-kept-100",
 }  # fmt: skip

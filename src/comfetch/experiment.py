@@ -43,7 +43,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 where clients send gradients, or the server has an optimiser, it is left to the user; a method with a server rule of its
 own has none."""
 FOR_SKETCHES: dict[str, dict[str, Any]] = {"default": {"blocks": "4"}, "paper": {}}
-"""Options that a preset sets besides, where the method sketches."""
+"""Options that a preset sets besides, where the method sketches and all clients are of one size."""
 HEEDED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("server_momentum", "server_optimiser", "factor_masking", "top_k"), ("server",)),
     **dict.fromkeys(("mode", "rows", "blocks", "hash", "scale", "spread"), ("sketch",)), "policy": ("sketch", "policy"),
@@ -170,13 +170,13 @@ class Experiment:
             raise OptionError(f"seed={options['seed']} is not a whole number from 0 to 2^63 - 1.")
         method = options.get("method", known["method"].default)
         named = options.get("preset", "default")
-        preset = {**PRESETS[named], **(FOR_SKETCHES[named] if heeds(method, "blocks") else {})}
+        alike = options.get("capacities") is None
+        preset = {**PRESETS[named], **(FOR_SKETCHES[named] if alike and heeds(method, "blocks") else {})}
         adaptive_server = options.get("server_optimiser", "none") != "none"
         if adaptive_server or options.get("uploads") == "gradient" or not heeds(method, "server_momentum"):
             preset.pop("server_momentum", None)
-        if options.get("capacities") is not None:  # the largest classes would exceed the smallest layers
+        if not alike:  # the largest classes would exceed the smallest layers
             preset.pop("spread", None)
-            preset.pop("blocks", None)
         usual = {name: (known[name].default, preset.get(name, known[name].default)) for name in options}
         chosen = {name: value for name, value in options.items() if value not in usual[name]}
         _check_heeded(method, {name: chosen[name] for name in HEEDED if name in chosen})

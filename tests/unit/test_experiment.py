@@ -56,6 +56,16 @@ def test_a_method_without_sketches_refuses_their_options(name):
         Experiment.of({"method": method, name: SKETCHED[name]})
 
 
+def test_blocks_are_the_preset_s_where_the_method_sketches_for_clients_of_one_size():
+    def blocks(**options):
+        return Experiment.of(options).blocks
+
+    assert (blocks(), blocks(preset="paper"), blocks(blocks="auto")) == ("4", "1", "auto")
+    assert (blocks(method="fedavg"), blocks(capacities="1,2"), blocks(preset="paper", capacities="1,2")) == (
+        "auto", "auto", "1",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("method", METHODS)
 def test_what_a_preset_sets_is_refused_by_no_method(method, preset):

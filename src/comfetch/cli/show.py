@@ -20,7 +20,7 @@ from comfetch.plan import format_table
 from comfetch.report import write_report
 
 Target = Annotated[str, typer.Argument(metavar="TASK|MODULE:CONSTRUCTOR", help="A task, or what builds a model.")]
-SIZES = ("preset", "model", "stem", "norm", "mode", "rows", "blocks", "hash", "scale", "policy", "batch_size")
+SIZES = ("preset", "model", "stem", "norm", "mode", "rows", "blocks", "hash", "scale", "policy", "spread", "batch_size")
 
 
 def report(
