@@ -4,6 +4,7 @@ On equal terms, every experiment is sized to one budget first, and those that ca
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,9 @@ TERMS = (
 """Options that all experiments must share to be compared on equal terms."""
 TOO_LARGE = "too large"
 SEED = "-seed"
+DRIFT = 0.01
+"""Part by which the cost of the method that a budget names may move, by a new default for example, while runs that were
+sized to it before still count as sized to it."""
 
 
 @dataclass(frozen=True)
@@ -167,10 +171,13 @@ def by_draws(experiments: Mapping[str, Experiment]) -> list[list[str]]:
 
 def noted(sized: Sized, terms: Terms) -> Sized:
     """Let the experiment say what it was sized to."""
-    told = f"{terms.kind} {sized.budget:.0f}" + ("" if terms.budget[:1].isdigit() else f" as {terms.budget}")
-    return dataclasses.replace(
-        sized, experiment=dataclasses.replace(sized.experiment, equal=told)
-    )  # fmt: skip
+    told = f"{terms.kind} {sized.budget:.0f}{_named(terms)}"
+    return dataclasses.replace(sized, experiment=dataclasses.replace(sized.experiment, equal=told))
+
+
+def _named(terms: Terms) -> str:
+    """Write which method the budget names, if it is not a number."""
+    return "" if terms.budget[:1].isdigit() else f" as {terms.budget}"
 
 
 def _begun(one: Experiment, terms: Terms, budget: float, meter: Meter, folder: Path | None) -> Sized | None:
@@ -181,13 +188,21 @@ def _begun(one: Experiment, terms: Terms, budget: float, meter: Meter, folder: P
         found = read_experiment(folder / records.OPTIONS)
     except ComfetchError:
         return None
+    match = re.fullmatch(rf"{terms.kind} (\d+){re.escape(_named(terms))}", found.equal or "")
+    if match is None or not same_budget(float(match[1]), budget, terms):
+        return None
     kept = {name: getattr(found, name) for name in ("compression", "method_options", "equal")}
     cost = meter.cost(found, terms.kind)
     notes = {row["run"]: row["setting"] for row in records.read_json(folder.parent / records.EQUAL).get("runs", [])}
     setting = notes.get(folder.name, "as its run began")
-    sized = Sized(dataclasses.replace(one, **kept), terms.kind, budget, cost, setting)
+    sized = Sized(dataclasses.replace(one, **kept), terms.kind, float(match[1]), cost, setting)
     same = sized.experiment == dataclasses.replace(found, rounds=one.rounds)
-    return sized if same and sized.fits and noted(sized, terms) == sized else None
+    return sized if same and sized.fits else None
+
+
+def same_budget(before: float, now: float, terms: Terms) -> bool:
+    """Tell whether runs sized to a budget before are sized to it now; one that names a method may drift with it."""
+    return round(before) == round(now) or (bool(_named(terms)) and abs(before - now) <= DRIFT * now)
 
 
 def check_terms(experiments: Mapping[str, Experiment]) -> None:
@@ -238,8 +253,10 @@ def note_sizes(planned: Sequence[Planned], terms: Terms, runs: Path) -> None:
         for one, sized in sizes
     }  # fmt: skip
     records.make_folder(runs)
-    told = {"kind": terms.kind, "budget": sizes[0][1].budget, "as": terms.budget}
+    budget = max(sized.budget for _, sized in sizes)
     before = records.read_json(runs / records.EQUAL)
-    if all(before.get(name) == value for name, value in told.items()):
+    named = (before.get("kind"), before.get("as")) == (terms.kind, terms.budget)
+    if named and same_budget(before["budget"], budget, terms):
         rows = {row["run"]: row for row in before["runs"]} | rows
-    records.write_json(runs / records.EQUAL, {**told, "runs": list(rows.values())})
+    told = {"kind": terms.kind, "budget": budget, "as": terms.budget, "runs": list(rows.values())}
+    records.write_json(runs / records.EQUAL, told)

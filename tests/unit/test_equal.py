@@ -1,19 +1,21 @@
 """Equal terms: what a run costs a client, and the setting that brings it to a budget."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
 from torch import nn
 
 from comfetch import sketch
-from comfetch.compare import Terms, check_terms, cost_table, plan_runs, size_all
+from comfetch.compare import Terms, check_terms, cost_table, note_sizes, plan_runs, size_all
 from comfetch.equal import KINDS, Meter, format_cost, knob_of, read_budget, size_to
 from comfetch.equal.costs import step_flops
-from comfetch.errors import ModelError, OptionError
+from comfetch.errors import ModelError, OptionError, RunError
 from comfetch.experiment import Experiment
 from comfetch.methods import METHODS
 from comfetch.pareto import exchange_bytes
+from comfetch.records import read_json, write_json
 from comfetch.report import Run
 
 TASK = "tests.unit.small_task:task"
@@ -216,3 +218,41 @@ def test_the_table_tells_costs_and_verdicts(tmp_path) -> None:
     assert head.split()[0] == "run" and "as given" in first and "cannot meet" in second
     assert planned[0].experiment.equal.endswith("as comfetch@4")
     assert dataclasses.replace(planned[0].experiment, equal=None, rounds=4) == experiment()
+
+
+@pytest.mark.parametrize(
+    ("budget", "part", "stays"), [(REFERENCE, 1.005, True), (REFERENCE, 1.05, False), ("9kB", 1.005, False)]
+)
+def test_runs_stay_sized_to_a_method_whose_cost_has_moved_a_little(
+    tmp_path, budget: str, part: float, stays: bool
+) -> None:
+    (tmp_path / "tomls").mkdir()
+    (tmp_path / "tomls" / "narrow.toml").write_text(f"task = {TASK!r}\nmethod = 'narrow'\nclients = 2\nrounds = 1\n")
+    terms = Terms("bytes", budget)
+    (first,) = plan_runs(tmp_path / "tomls", tmp_path, terms, METER)
+    first.experiment.run(first.folder)
+    before = round(first.sized.budget)
+    moved = re.sub(r"\d+", str(round(before * part)), first.experiment.equal, count=1)
+    options = first.folder / "run.toml"
+    options.write_text(options.read_text().replace(first.experiment.equal, moved))
+    if stays:
+        (again,) = plan_runs(tmp_path / "tomls", tmp_path, terms, METER)
+        assert (again.state, again.experiment.equal) == ("finished", moved)
+        assert again.sized.fits and again.experiment.compression == first.experiment.compression
+    else:
+        with pytest.raises(RunError, match="another configuration"):
+            plan_runs(tmp_path / "tomls", tmp_path, terms, METER)
+
+
+def test_what_is_noted_of_other_runs_stays_though_the_named_method_costs_a_little_less_now(tmp_path) -> None:
+    (tmp_path / "tomls").mkdir()
+    (tmp_path / "tomls" / "narrow.toml").write_text(f"task = {TASK!r}\nmethod = 'narrow'\nclients = 2\nrounds = 1\n")
+    terms = Terms("bytes", REFERENCE)
+    planned = plan_runs(tmp_path / "tomls", tmp_path, terms, METER)
+    for part, kept in ((1.005, ["mask", "narrow"]), (1.05, ["narrow"])):
+        rows = [{"run": "mask", "method": "mask", "cost": 1, "setting": "compression 5", "fits": True}]
+        before = {"kind": "bytes", "budget": planned[0].sized.budget * part, "as": REFERENCE, "runs": rows}
+        write_json(tmp_path / "equal.json", before)
+        note_sizes(planned, terms, tmp_path)
+        found = read_json(tmp_path / "equal.json")
+        assert [row["run"] for row in found["runs"]] == kept and found["budget"] == planned[0].sized.budget
