@@ -1,6 +1,7 @@
 """Make the tables of the CIFAR-10 experiments from the committed records: the paper's own, masks, and our default."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,19 @@ LOGS: dict[str, tuple[float | None, float | None]] = {
 """Run -> best accuracy so far at rounds 10 and 20 in the authors' logs (10 clients; mean of 3 seeds)."""
 PRESETS = {
     **{f"default, compression {c}": f"default/compression-{c}" for c in (4, 10, 32)},
-    **{f"first default (no spread, auto blocks), compression {c}": f"even/compression-{c}" for c in (4, 10, 32)},
     "paper, compression 4": "paper/iid-kept-25", "paper, compression 10": "paper/iid-kept-10",
     "FedAvg, the default's recipe": "default/fedavg", "FedAvg, the paper's recipe": "paper/iid-kept-100",
 }  # fmt: skip
 """Row of the first table -> its run."""
+BEFORE = {
+    f"{name}, compression {c}": f"{folder}/compression-{c}"
+    for c in (4, 10, 32)
+    for name, folder in (
+        ("four blocks and spread (default)", "default"), ("auto blocks and spread", "auto-blocks"),
+        ("auto blocks, no spread", "even"),
+    )
+}  # fmt: skip
+"""The same for the presets that were the default before."""
 AT = (10, 20)
 """Rounds at which runs are compared."""
 STATISTICS = {"averaged": "default/compression-10", "anew": "default/compression-10-anew"}
@@ -77,10 +86,10 @@ def ablation() -> str:
     return markdown(head, [cells for _, cells in sorted(rows)])
 
 
-def presets() -> str:
-    """Compare the default preset with the paper's at the same compression, and with FedAvg."""
+def presets(runs: Mapping[str, str]) -> str:
+    """Compare runs on all images; `runs` are names and folders."""
     rows = []
-    for name, folder in PRESETS.items():
+    for name, folder in runs.items():
         if len(rounds := read_rounds(RESULTS / folder)) >= AT[0]:
             last = rounds[-1]
             found = [told(best_so_far(rounds, until)) for until in AT]
@@ -102,6 +111,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "paper_logs": lambda: logs("paper/"),
     "mask_logs": lambda: logs("masks/"),
     "default_ablation": ablation,
-    "default_presets": presets,
+    "default_presets": partial(presets, PRESETS),
+    "default_before": partial(presets, BEFORE),
     "statistics": statistics,
 }
