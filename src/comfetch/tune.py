@@ -2,7 +2,9 @@
 
 The search: `trials` rates on a logarithmic grid from the lowest to the highest, each run for `rounds` rounds on what is
 left of the training examples when a part is held out. The rate with the best accuracy on that part is taken, of equal
-ones that with the smaller loss. The test set is not used. A rate at which the loss is not finite is a trial, too.
+ones that with the smaller loss. Few rounds leave neighbouring rates close, and favour what learns fast: with `finals`, so
+many of the best are run again for all rounds of the experiment, and the best of these is taken. The test set is not used.
+A rate at which the loss is not finite is a trial, too.
 """
 
 import dataclasses
@@ -25,13 +27,14 @@ TRIALS = ".trials.jsonl"
 
 @dataclass(frozen=True)
 class Search:
-    """How rates are searched: how many, between which, for how many rounds, and what part is held out."""
+    """How rates are searched: how many, between which, for how many rounds, what part is held out, how many finals."""
 
     trials: int = 7
     rounds: int = 5
     lowest: float = 0.0003
     highest: float = 0.03
     validation: float = 0.1
+    finals: int = 0
 
     def __post_init__(self) -> None:
         for name in ("trials", "rounds"):
@@ -41,6 +44,10 @@ class Search:
             raise OptionError(f"lowest={self.lowest:g} and highest={self.highest:g} are no range of learning rates.")
         if not 0 < self.validation < 1:
             raise OptionError(f"validation={self.validation:g} is not between 0 and 1. It is the part to hold out.")
+        if not 0 <= self.finals <= self.trials:
+            raise OptionError(
+                f"finals={self.finals} is not between 0 and trials={self.trials}. It is how many of these are repeated."
+            )
 
     def rates(self) -> list[float]:
         """Return the grid, of three significant digits.
@@ -53,10 +60,10 @@ class Search:
         step = (self.highest / self.lowest) ** (1 / (self.trials - 1))
         return [float(f"{self.lowest * step**place:.3g}") for place in range(self.trials)]
 
-    def trial(self, experiment: Experiment, rate: float) -> Experiment:
-        """Return the experiment of one trial."""
+    def trial(self, experiment: Experiment, rate: float, rounds: int) -> Experiment:
+        """Return the experiment of one trial; what it was sized to is left out, since it changes nothing."""
         return dataclasses.replace(
-            experiment, lr=rate, rounds=self.rounds, validation=self.validation, evaluation="server"
+            experiment, lr=rate, rounds=rounds, validation=self.validation, evaluation="server", equal=None
         )  # fmt: skip
 
 
@@ -92,30 +99,39 @@ def tune(
     found = []
     for names in by_draws({name: dataclasses.replace(one, lr=search.lowest) for name, one in sized.items()}):
         path = folder / f"{names[0]}{TRIALS}"
-        rows = _trials(sized[names[0]], search, path, names[0], data_dir, device, on_trial)
-        best = min(rows, key=lambda row: (-row["accuracy"], row["loss"] if row["loss"] is not None else math.inf))
-        if best["failed"]:
-            raise RunError(f"{names[0]}: all {search.trials} rates failed. The last: {rows[-1]['failed']}")
-        edge = search.trials > 1 and best["lr"] in (search.rates()[0], search.rates()[-1])
-        found.append(Tuned(names, best["lr"], best["accuracy"], edge))
+        one = sized[names[0]]
+        wanted = [(rate, search.rounds) for rate in search.rates()]
+        best = _best(_trials(one, search, wanted, path, names[0], data_dir, device, on_trial))
+        if best[0]["failed"]:
+            raise RunError(f"{names[0]}: all {search.trials} rates failed. The last: {best[-1]['failed']}")
+        finals = [(row["lr"], one.rounds) for row in best[: search.finals]]
+        final = _best(_trials(one, search, finals, path, names[0], data_dir, device, on_trial))
+        taken = next((row for row in final if not row["failed"]), best[0])
+        edge = search.trials > 1 and taken["lr"] in (search.rates()[0], search.rates()[-1])
+        found.append(Tuned(names, taken["lr"], taken["accuracy"], edge))
         for name in names:
             toml = folder / f"{name}.toml"
-            records.write_text(toml, records.format_toml({**records.read_options(toml), "lr": best["lr"]}))
+            records.write_text(toml, records.format_toml({**records.read_options(toml), "lr": taken["lr"]}))
     return found
 
 
+def _best(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sort trials, the best accuracy first; of equal ones, the smaller loss."""
+    return sorted(rows, key=lambda row: (-row["accuracy"], row["loss"] if row["loss"] is not None else math.inf))
+
+
 def _trials(
-    experiment: Experiment, search: Search, path: Path, name: str, data_dir: str | None, device: str,
-    on_trial: Callable[[str, dict[str, Any]], None] | None,
+    experiment: Experiment, search: Search, wanted: Iterable[tuple[float, int]], path: Path, name: str,
+    data_dir: str | None, device: str, on_trial: Callable[[str, dict[str, Any]], None] | None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Run the trials that are not on record, and return all of them."""
+    """Run the trials that are not on record, and return all of them; `wanted` are their rates and rounds."""
     known = {row["trial"]: row for row in _read(path)}
     rows = []
-    for rate in search.rates():
-        trial = search.trial(experiment, rate)
+    for rate, rounds in wanted:
+        trial = search.trial(experiment, rate, rounds)
         digest = hashlib.sha256(json.dumps(trial.options(), sort_keys=True).encode()).hexdigest()[:12]
         if digest not in known:
-            known[digest] = {"trial": digest, "lr": rate, "rounds": search.rounds, "validation": search.validation}
+            known[digest] = {"trial": digest, "lr": rate, "rounds": rounds, "validation": search.validation}
             known[digest] |= _tried(trial, data_dir, device)
             records.append_line(path, known[digest])
             if on_trial is not None:

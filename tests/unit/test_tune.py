@@ -107,8 +107,35 @@ def test_experiments_are_sized_first_and_what_is_too_large_is_left_alone(tmp_pat
         ({"lowest": 0.1, "highest": 0.01}, "no range of learning rates"),
         ({"lowest": -1.0}, "no range of learning rates"),
         ({"validation": 1.0}, "validation=1 is not between 0 and 1"),
+        ({"finals": -1}, "finals=-1 is not between 0 and trials=7"),
+        ({"trials": 2, "finals": 3}, "finals=3 is not between 0 and trials=2"),
     ],
 )
 def test_searches_that_cannot_be_meant_are_refused(options: dict, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Search(**options)
+
+
+def test_the_best_rates_are_tried_again_for_all_rounds_and_these_decide(tmp_path: Path) -> None:
+    write(tmp_path, "a")
+    search = Search(trials=3, rounds=1, lowest=0.001, highest=0.1, validation=0.2, finals=2)
+    (found,) = tune(tmp_path, search)
+    rows = trials(tmp_path, "a")
+    assert [row["rounds"] for row in rows] == [1, 1, 1, 4, 4]
+    first, finals = rows[:3], rows[3:]
+    order = sorted(first, key=lambda row: (-row["accuracy"], row["loss"]))
+    assert [row["lr"] for row in finals] == [row["lr"] for row in order[:2]]
+    best = min(finals, key=lambda row: (-row["accuracy"], row["loss"]))
+    assert (found.rate, found.accuracy) == (best["lr"], best["accuracy"])
+    ran: list[float] = []
+    tune(tmp_path, search, on_trial=lambda name, trial: ran.append(trial["lr"]))
+    assert not ran
+
+
+def test_what_an_experiment_was_sized_to_makes_no_other_trial(tmp_path: Path) -> None:
+    write(tmp_path, "a")
+    tune(tmp_path, SEARCH)
+    ran: list[float] = []
+    write(tmp_path, "a", equal="bytes 1000 as comfetch@8")
+    tune(tmp_path, SEARCH, on_trial=lambda name, trial: ran.append(trial["lr"]))
+    assert not ran

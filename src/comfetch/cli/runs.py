@@ -228,22 +228,24 @@ def tune(
     lowest: Annotated[float, typer.Option(help="Lowest rate.")] = Search.lowest,
     highest: Annotated[float, typer.Option(help="Highest rate.")] = Search.highest,
     validation: Annotated[float, typer.Option(help="Part of the training examples held out.")] = Search.validation,
+    finals: Annotated[int, typer.Option(help="How many of the best are tried again, for all rounds.")] = Search.finals,
     equal: Equal = None, budget: Budget = None,
     data_dir: DataDir = None, device: Device = "cpu", threads: Threads = None, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Find the learning rate of every experiment by one search, the same for all, and write it into its file.
 
     Every experiment is run at the same rates, evenly spaced on a logarithmic scale, on the training examples without a
-    part that is held out; the best accuracy on that part decides. The test set is not used. Files that differ in seed
-    and key only are tuned once. DIR/name.trials.jsonl keeps all trials; those that are there are not run again. With
-    --equal, experiments are first sized as `compare --equal` does it.
+    part that is held out; the best accuracy on that part decides. With --finals 2, the best two are run again for all
+    rounds of the experiment, and these decide. The test set is not used. Files that differ in seed and key only are
+    tuned once. DIR/name.trials.jsonl keeps all trials; those that are there are not run again. With --equal,
+    experiments are first sized as `compare --equal` does it.
 
     Example:
 
         comfetch tune experiments --trials 7 --rounds 5
     """
     set_threads(threads)
-    search, watch = Search(trials, rounds, lowest, highest, validation), Watch(Console(), quiet)
+    search, watch = Search(trials, rounds, lowest, highest, validation, finals), Watch(Console(), quiet)
 
     def told(name: str, trial: dict[str, Any]) -> None:
         outcome = trial["failed"] or f"accuracy {trial['accuracy']:.1%}"
