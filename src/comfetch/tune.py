@@ -2,9 +2,9 @@
 
 The search: `trials` rates on a logarithmic grid from the lowest to the highest, each run for `rounds` rounds on what is
 left of the training examples when a part is held out. The rate with the best accuracy on that part is taken, of equal
-ones that with the smaller loss. Few rounds leave neighbouring rates close, and favour what learns fast: with `finals`, so
-many of the best are run again for all rounds of the experiment, and the best of these is taken. The test set is not used.
-A rate at which the loss is not finite is a trial, too.
+ones that with the smaller loss. Few rounds leave neighbouring rates close, and favour what learns fast: with `finals`,
+that many of the best are run again for all rounds of the experiment, and the best of these is taken. The test set is
+not used. A rate at which the loss is not finite is a trial, too.
 """
 
 import dataclasses
