@@ -18,7 +18,9 @@ from comfetch.pareto import AXES, exchange_bytes, points, verdicts
 from comfetch.plots import pareto_picture, to_png
 from comfetch.records import EQUAL, finished, read_json, read_options
 from comfetch.report import Group, Run, read_run
+from comfetch.tune import TRIALS, read_trials
 
+EXPERIMENTS = Path(__file__).parent / "experiments"
 RESULTS = Path(__file__).parent / "results"
 KINDS = ("bytes", "memory")
 FOLDERS = (*KINDS, "bytes-4", "bytes-32", "bytes-all", "bytes-rates")
@@ -79,18 +81,26 @@ def equal_table(folder: str) -> str:
         costs = [group.values(measure)[0] for measure in (exchange_bytes, Run.memory)]
         cells = [group.label, sized[name]["setting"], f"{first.options['lr']:g}", str(len(group.runs))]
         rows.append([*cells, *map(spread, accuracies), gained(group, usual), *map(format_bytes, costs)])
-    head = [
-        "method",
-        "setting",
-        "rate",
-        "seeds",
-        "last",
-        "best",
-        "against our default",
-        "bytes a round",
-        "client memory",
-    ]
-    return markdown(head, rows)
+    head = ["method", "setting", "rate", "seeds", "last", "best", "against our default"]
+    return markdown([*head, "bytes a round", "client memory"], rows)
+
+
+def search_table(folder: str) -> str:
+    """Show what the search of the rates found: accuracy on held-out images, that of the finals behind a slash."""
+    tried: dict[str, dict[float, list[str]]] = {}
+    for file in sorted((EXPERIMENTS / f"equal-{folder}").glob(f"*{TRIALS}")):
+        of_rates = tried.setdefault(file.name.removesuffix(TRIALS), {})
+        for trial in sorted(read_trials(file), key=lambda row: row["rounds"]):
+            told = "fails" if trial["failed"] else f"{100 * trial['accuracy']:.1f}"
+            of_rates.setdefault(trial["lr"], []).append(told)
+    rates = sorted({rate for of_rates in tried.values() for rate in of_rates})
+    rows = []
+    for name, of_rates in tried.items():
+        taken = read_options(EXPERIMENTS / f"equal-{folder}" / f"{name}.toml").get("lr")
+        cells = [" / ".join(of_rates.get(rate, [])) for rate in rates]
+        marked = [f"**{cell}**" if rate == taken else cell for rate, cell in zip(rates, cells, strict=True)]
+        rows.append([PRESETS.get(name, name), *marked])
+    return markdown(["method", *(f"{rate:g}" for rate in rates)], rows)
 
 
 def equal_words(folder: str) -> str:
@@ -141,6 +151,7 @@ def main() -> None:
 TABLES: dict[str, Callable[[], str]] = {
     **{f"equal_{folder}": partial(equal_table, folder) for folder in FOLDERS},
     **{f"equal_{folder}_words": partial(equal_words, folder) for folder in FOLDERS},
+    **{f"equal_{kind}_search": partial(search_table, kind) for kind in KINDS},
     "one_client": one_client,
 }
 

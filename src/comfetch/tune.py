@@ -125,7 +125,7 @@ def _trials(
     data_dir: str | None, device: str, on_trial: Callable[[str, dict[str, Any]], None] | None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Run the trials that are not on record, and return all of them; `wanted` are their rates and rounds."""
-    known = {row["trial"]: row for row in _read(path)}
+    known = {row["trial"]: row for row in read_trials(path)}
     rows = []
     for rate, rounds in wanted:
         trial = search.trial(experiment, rate, rounds)
@@ -149,7 +149,7 @@ def _tried(trial: Experiment, data_dir: str | None, device: str) -> dict[str, An
     return {"accuracy": last["accuracy"], "loss": last["test_loss"], "failed": ""}
 
 
-def _read(path: Path) -> Iterable[dict[str, Any]]:
+def read_trials(path: Path) -> Iterable[dict[str, Any]]:
     """Read the trials on record; a line that was cut off is left out."""
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:

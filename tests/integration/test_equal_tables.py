@@ -7,6 +7,7 @@ import pytest
 from benchmarks import equal_tables
 from comfetch.compare import Terms, note_sizes, plan_runs
 from comfetch.records import format_toml
+from comfetch.tune import Search, tune
 
 METHODS = {"comfetch": {}, "narrow": {}, "fedavg": {}, "mask-l1": {"method_options": "kind = 'l1'"}}
 RUN = {"task": "digits", "rounds": 1, "clients": 2, "limit": 100}
@@ -58,6 +59,20 @@ def test_pictures_are_drawn(results) -> None:
     assert {path.name for path in (results / "equal-bytes").glob("*.png")} == {"bytes.png", "memory.png"}
 
 
+def test_search_table_has_every_trial_and_marks_the_rate_that_was_taken(tmp_path, monkeypatch) -> None:
+    folder = tmp_path / "equal-bytes"
+    folder.mkdir()
+    (folder / "narrow.toml").write_text(format_toml({**RUN, "method": "narrow", "rounds": 2}))
+    (found,) = tune(folder, Search(trials=2, rounds=1, lowest=0.0001, highest=0.01, validation=0.5, finals=1))
+    monkeypatch.setattr(equal_tables, "EXPERIMENTS", tmp_path)
+    head, _, row = equal_tables.search_table("bytes").splitlines()
+    assert head == "| method | 0.0001 | 0.01 |"
+    taken, other = sorted((cell.strip() for cell in row.strip("|").split("|")[1:]), reverse=True, key=len)
+    assert taken.startswith("**") and taken.endswith(f" / {100 * found.accuracy:.1f}**")
+    assert float(taken.strip("*").partition(" / ")[0]) >= float(other)
+
+
 def test_no_records_give_empty_tables(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(equal_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(equal_tables, "EXPERIMENTS", tmp_path)
     assert all(len(make().splitlines()) in (0, 2) for make in equal_tables.TABLES.values())
