@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+import comfetch as cf
 from benchmarks import tables
+from comfetch.experiment import Experiment
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -45,3 +48,13 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         if "://" not in target:
             assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_the_default_preset_in_python_gives_the_runs_of_the_command_line():
+    (code,) = re.findall(r"```python\n(method = .*?)```", (ROOT / "docs/training.md").read_text("utf-8"), re.DOTALL)
+    names = {"cf": cf}
+    exec(compile(code, "training.md", "exec"), names)
+    ours = cf.simulate(names["method"], "digits", clients=2, rounds=2)
+    theirs = Experiment.of({"task": "digits", "compression": 10.0, "clients": 2, "rounds": 2}).run()
+    for name, weight in ours.full.state_dict().items():
+        assert torch.equal(weight, theirs.full.state_dict()[name]), name

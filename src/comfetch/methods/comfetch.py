@@ -31,7 +31,7 @@ class Comfetch:
     """Sketch both directions and the client's memory: it holds, gets and sends S = A W alone, and a 64-bit key.
 
     Args:
-        compression: factor by which each sketched weight shrinks. Further fields of `policy.Settings` go into `sketch`;
+        compression: factor by which each sketched weight shrinks. Further fields of `settings.Settings` go into `sketch`;
             a `length` there, for all layers or by layer name, goes before the compression.
         local: how a client trains. uploads: the new small "weights", or one "gradient" (Algorithms 1 and 2).
         server: transforms of the averaged update; for gradients they must contain the learning rate (`scale`).
