@@ -23,9 +23,9 @@ from comfetch.tune import TRIALS, read_trials
 EXPERIMENTS = Path(__file__).parent / "experiments"
 RESULTS = Path(__file__).parent / "results"
 KINDS = ("bytes", "memory")
-FOLDERS = (*KINDS, "bytes-4", "bytes-32", "bytes-all", "bytes-rates")
-"""Comparisons: what was equal, and what was not as in the first ones: our compression (10), the images (3,000), the
-rate. `equal-…` holds the runs."""
+FOLDERS = (*KINDS, "bytes-4", "bytes-32", "bytes-all")
+"""Comparisons: what was equal, and what was not as in the first ones: our compression (10), the images (3,000).
+`equal-…` holds the runs."""
 PRESETS = {
     "comfetch": "comfetch, default", "comfetch-int8": "comfetch, default, int8", "comfetch-paper": "comfetch, paper",
     "narrow-int8": "narrow, int8", "heterofl-int8": "heterofl, int8",
@@ -87,17 +87,17 @@ def equal_table(folder: str) -> str:
 
 def search_table(folder: str) -> str:
     """Show what the search of the rates found: accuracy on held-out images, that of the finals behind a slash."""
-    tried: dict[str, dict[float, list[str]]] = {}
+    tried: dict[str, dict[float, dict[int, str]]] = {}
     for file in sorted((EXPERIMENTS / f"equal-{folder}").glob(f"*{TRIALS}")):
         of_rates = tried.setdefault(file.name.removesuffix(TRIALS), {})
-        for trial in sorted(read_trials(file), key=lambda row: row["rounds"]):
+        for trial in read_trials(file):  # the last ones, should there be some of another size, too
             told = "fails" if trial["failed"] else f"{100 * trial['accuracy']:.1f}"
-            of_rates.setdefault(trial["lr"], []).append(told)
+            of_rates.setdefault(trial["lr"], {})[trial["rounds"]] = told
     rates = sorted({rate for of_rates in tried.values() for rate in of_rates})
     rows = []
     for name, of_rates in tried.items():
         taken = read_options(EXPERIMENTS / f"equal-{folder}" / f"{name}.toml").get("lr")
-        cells = [" / ".join(of_rates.get(rate, [])) for rate in rates]
+        cells = [" / ".join(told for _, told in sorted(of_rates.get(rate, {}).items())) for rate in rates]
         marked = [f"**{cell}**" if rate == taken else cell for rate, cell in zip(rates, cells, strict=True)]
         rows.append([PRESETS.get(name, name), *marked])
     return markdown(["method", *(f"{rate:g}" for rate in rates)], rows)
