@@ -31,8 +31,8 @@ class Comfetch:
     """Sketch both directions and the client's memory: it holds, gets and sends S = A W alone, and a 64-bit key.
 
     Args:
-        compression: factor by which each sketched weight shrinks. Further fields of `settings.Settings` go into `sketch`;
-            a `length` there, for all layers or by layer name, goes before the compression.
+        compression: factor by which each sketched weight shrinks. Further fields of `settings.Settings` go into
+            `sketch`; a `length` there, for all layers or by layer name, goes before the compression.
         local: how a client trains. uploads: the new small "weights", or one "gradient" (Algorithms 1 and 2).
         server: transforms of the averaged update; for gradients they must contain the learning rate (`scale`).
         space: where they work: on the "full" update, or on the "sketch" while the hash is fixed.
