@@ -258,5 +258,5 @@ def note_sizes(planned: Sequence[Planned], terms: Terms, runs: Path) -> None:
     named = (before.get("kind"), before.get("as")) == (terms.kind, terms.budget)
     if named and same_budget(before["budget"], budget, terms):
         rows = {row["run"]: row for row in before["runs"]} | rows
-    told = {"kind": terms.kind, "budget": budget, "as": terms.budget, "runs": list(rows.values())}
+    told = {"kind": terms.kind, "budget": round(budget), "as": terms.budget, "runs": list(rows.values())}
     records.write_json(runs / records.EQUAL, told)
