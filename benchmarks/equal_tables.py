@@ -103,6 +103,23 @@ def search_table(folder: str) -> str:
     return markdown(["method", *(f"{rate:g}" for rate in rates)], rows)
 
 
+def rates_table(kind: str) -> str:
+    """Show what other rates than those of the search give, on the same terms and test images."""
+    others, rows = seed_groups(RESULTS / f"equal-{kind}-rates"), []
+    taken = seed_groups(RESULTS / f"equal-{kind}")
+    for name, other in others.items():
+        if name in taken:
+            pair = (taken[name], other)
+            cells = [
+                cell
+                for group in pair
+                for cell in (f"{group.runs[0].options['lr']:g}", spread([100 * _last(run) for run in group.runs]))
+            ]
+            rows.append([taken[name].label, *cells, gained(other, taken[name])])
+    head = ["method", "rate taken", "last", "another rate", "last", "other against taken"]
+    return markdown(head, rows)
+
+
 def equal_words(folder: str) -> str:
     """Say which method wins where, and which cannot meet the budget."""
     groups, lines = method_groups(folder), []
@@ -152,6 +169,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"equal_{folder}": partial(equal_table, folder) for folder in FOLDERS},
     **{f"equal_{folder}_words": partial(equal_words, folder) for folder in FOLDERS},
     **{f"equal_{kind}_search": partial(search_table, kind) for kind in KINDS},
+    **{f"equal_{kind}_rates": partial(rates_table, kind) for kind in KINDS},
     "one_client": one_client,
 }
 

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import equal_tables
 from comfetch.compare import Terms, note_sizes, plan_runs
+from comfetch.experiment import read_experiment
 from comfetch.records import format_toml
 from comfetch.tune import Search, tune
 
@@ -70,6 +71,19 @@ def test_search_table_has_every_trial_and_marks_the_rate_that_was_taken(tmp_path
     taken, other = sorted((cell.strip() for cell in row.strip("|").split("|")[1:]), reverse=True, key=len)
     assert taken.startswith("**") and taken.endswith(f" / {100 * found.accuracy:.1f}**")
     assert float(taken.strip("*").partition(" / ")[0]) >= float(other)
+
+
+def test_runs_at_another_rate_stand_beside_those_of_their_own_seeds(results, tmp_path, monkeypatch) -> None:
+    shutil.copytree(results / "equal-bytes", tmp_path / "equal-bytes")
+    for seed in range(2):
+        run = results / "equal-bytes" / f"narrow-seed{seed}"
+        read_experiment(run / "run.toml", {"lr": 0.0005}).run(tmp_path / "equal-bytes-rates" / run.name)
+    monkeypatch.setattr(equal_tables, "RESULTS", tmp_path)
+    (row,) = equal_tables.rates_table("bytes").splitlines()[2:]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[0] == "narrow" and cells[1] == "0.001" and cells[3] == "0.0005"
+    apart = float(cells[4].split(" ± ")[0]) - float(cells[2].split(" ± ")[0])
+    assert float(cells[5].split(" ± ")[0]) == pytest.approx(apart, abs=0.11)
 
 
 def test_no_records_give_empty_tables(tmp_path, monkeypatch) -> None:
